@@ -1,0 +1,1 @@
+"""Runs, hooks and caches on any PyTorch module."""

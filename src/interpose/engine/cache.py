@@ -1,0 +1,158 @@
+"""The values kept from a run: a mapping from names to tensors, in the order the model made them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
+from interpose.render.text import human_bytes, table
+
+_GRAD = "_grad"
+
+
+class Cache(Mapping[str, Tensor]):
+    """Values by site name, in execution order.
+
+    ``cache["fc1"]`` takes any name of the site, also one other than it was asked by. A module called several times
+    has one entry per call, ``cache["cell#0"]``; ``cache.calls("cell")`` is the list of them. Gradients, where they were
+    asked for, are ``cache.grad["fc1"]`` and ``cache["fc1_grad"]``.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor] | None = None,
+        *,
+        aliases: Mapping[str, str] | None = None,
+        calls: Mapping[str, list[str]] | None = None,
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
+        self._values = dict(values or {})
+        self._aliases = dict(aliases or {})
+        self._calls = dict(calls or {})
+        self._versions = dict(versions or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        key = self._key(name)
+        if key is None:
+            raise self._missing(name)
+        value = self._values[key]
+        if key in self._versions and value._version != self._versions[key]:
+            raise StaleValue(
+                f"{name!r} was kept with clone=False, and the model has changed it in place since. "
+                "Run again with clone=True."
+            )
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (self._key(name) is not None or bool(self._several(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _key(self, name: str) -> str | None:
+        if not isinstance(name, str):
+            raise TypeError(f"a cache is indexed by site names such as 'fc1'; got {type(name).__name__}: {name!r}")
+        if name in self._values:
+            return name
+        stem = name.removesuffix(_GRAD)
+        suffix = name[len(stem) :]
+        for spelling in (stem, stem.removesuffix(".output"), self._aliases.get(stem, stem)):
+            if spelling + suffix in self._values:
+                return spelling + suffix
+        return None
+
+    def _several(self, name: str) -> list[str]:
+        stem = name.removesuffix(_GRAD)
+        keys = self._calls.get(stem) or self._calls.get(self._aliases.get(stem, ""), [])
+        keys = [key + name[len(stem) :] for key in keys]
+        return [key for key in keys if key in self._values]
+
+    def _missing(self, name: str) -> Exception:
+        several = self._several(name)
+        if several:
+            shown = ", ".join(map(repr, several[:6])) + (", ..." if len(several) > 6 else "")
+            return AmbiguousSite(
+                f"{name!r} was called {len(several)} times; say which call: {shown}, "
+                f"or take them all with cache.calls({name!r})."
+            )
+        shown = ", ".join(map(repr, list(self._values)[:8])) + (", ..." if len(self._values) > 8 else "")
+        hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
+        return SiteNotFound(f"{name!r} is not in this cache. It has: {shown or 'nothing'}.{hint}")
+
+    def calls(self, name: str) -> list[Tensor]:
+        """All values of a site, one per call of its module; a list of one for most."""
+        several = self._several(name)
+        return [self[key] for key in several] if several else [self[name]]
+
+    @property
+    def grad(self) -> Cache:
+        """The gradients, under the names of the values they belong to."""
+        found = {key.removesuffix(_GRAD): v for key, v in self._values.items() if key.endswith(_GRAD)}
+        return Cache(found, aliases=self._aliases, calls=self._calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, counting shared tensors once."""
+        unique = {tensor.data_ptr(): tensor for tensor in self._values.values()}
+        return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+
+    def _with(self, values: Mapping[str, Tensor]) -> Cache:
+        return Cache(values, aliases=self._aliases, calls=self._calls)
+
+    def to(self, device: str | torch.device) -> Cache:
+        """A cache with every tensor on a device."""
+        return self._with({name: self[name].to(device) for name in self})
+
+    def detach(self) -> Cache:
+        """A cache whose tensors are cut off from the graph."""
+        return self._with({name: self[name].detach() for name in self})
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file; `Cache.load` reads it back, names and order included."""
+        from safetensors.torch import save_file
+
+        first: dict[Any, str] = {}
+        same = {}
+        for name, tensor in self._values.items():
+            same[name] = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+        tensors = {name: self[name].detach().contiguous().clone() for name in set(same.values())}
+        about = {"same": same, "aliases": self._aliases, "calls": self._calls}
+        save_file(tensors, path, metadata={"interpose.cache": json.dumps(about)})
+
+    @staticmethod
+    def load(path: str | Path, device: str | torch.device = "cpu") -> Cache:
+        """Read what `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            about = json.loads(file.metadata()["interpose.cache"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        values = {name: tensors[kept] for name, kept in about["same"].items()}
+        return Cache(values, aliases=about["aliases"], calls=about["calls"])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (name, str(tuple(t.shape)), str(t.dtype).removeprefix("torch."), human_bytes(t.numel() * t.element_size()))
+            for name, t in self._values.items()
+        ]
+
+    def _headline(self) -> str:
+        devices = sorted({str(tensor.device) for tensor in self._values.values()})
+        return f"Cache of {len(self)} values, {human_bytes(self.nbytes)} on {', '.join(devices) or 'no device'}"
+
+    def __repr__(self) -> str:
+        return table(("site", "shape", "dtype", "size"), self._rows(), title=self._headline())
+
+    def _repr_html_(self) -> str:
+        from interpose.render.html import html_table
+
+        return html_table(("site", "shape", "dtype", "size"), self._rows(), title=self._headline())

@@ -1,0 +1,286 @@
+"""What runs at a site: a plain function, a Detector that looks, a Controller that changes.
+
+All of them become a `Hook`, so that the engine knows one kind of thing: where it sits, whether it is enabled, how to
+call it with a value or a gradient, and what errors call it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from interpose.sites.tree import Filter, Site
+
+if TYPE_CHECKING:
+    from interpose.engine.points import HookPoint
+
+_IDS = itertools.count(1)
+
+
+class Hook:
+    """Something that runs at sites, and can be switched off and on.
+
+    Args:
+        sites: where it runs: a name, a glob, a regex, a callable on names, a list of these, or None for every output.
+        id: how the model knows it; made up from the class name unless given.
+    """
+
+    def __init__(self, sites: Filter = None, *, id: str | None = None) -> None:  # noqa: A002
+        vars(self)["sites"] = sites
+        if id is not None:
+            vars(self)["_id"] = id
+
+    # A frozen dataclass may subclass this, so what can change is written to `vars(self)` directly.
+
+    @property
+    def id(self) -> str:
+        """A name that is unique in the process."""
+        return str(vars(self).setdefault("_id", f"{type(self).__name__}-{next(_IDS)}"))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it runs."""
+        return bool(vars(self).get("_enabled", True))
+
+    def enable(self) -> None:
+        """Run again from the next call on."""
+        vars(self)["_enabled"] = True
+
+    def disable(self) -> None:
+        """Stay where it is, but do not run."""
+        vars(self)["_enabled"] = False
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return f"hook {self.id!r}"
+
+    def directions(self) -> tuple[str, ...]:
+        """Which of ``fwd`` and ``bwd`` it takes part in."""
+        raise NotImplementedError
+
+    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        """Called with a copy of the value at a site."""
+        raise NotImplementedError
+
+    def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
+        """Called with the gradient at a site."""
+        raise NotImplementedError
+
+
+class Detector(Hook):
+    """Looks at values or gradients and changes nothing. Override `read`, `read_grad`, or both.
+
+    ```python
+    class Largest(ip.Detector):
+        def read(self, value, hook):
+            print(hook.name, value.abs().max())
+    ```
+
+    Args:
+        sites: where it looks.
+        copies: False hands out the live value without a copy: cheaper, but a model that works in place may
+            change it after you looked.
+    """
+
+    def __init__(self, sites: Filter = None, *, id: str | None = None, copies: bool = True) -> None:  # noqa: A002
+        super().__init__(sites, id=id)
+        self.copies = copies
+
+    def read(self, value: Tensor, hook: HookPoint) -> None:
+        """Look at a value."""
+        raise NotImplementedError
+
+    def read_grad(self, grad: Tensor, hook: HookPoint) -> None:
+        """Look at a gradient."""
+        raise NotImplementedError
+
+    def directions(self) -> tuple[str, ...]:
+        """``fwd`` if it reads values, ``bwd`` if it reads gradients."""
+        return _overridden(self, Detector, fwd="read", bwd="read_grad")
+
+    def on_value(self, value: Tensor, hook: HookPoint) -> None:
+        """Read; what it returns is an error."""
+        _no_return(self, self.read(value, hook), hook)  # type: ignore[func-returns-value]
+
+    def on_grad(self, grad: Tensor, hook: HookPoint) -> None:
+        """Read; what it returns is an error."""
+        _no_return(self, self.read_grad(grad, hook), hook)  # type: ignore[func-returns-value]
+
+
+class Controller(Hook):
+    """Changes values or gradients. Override `change`, `change_grad`, or both.
+
+    Both get a copy: return a tensor to replace the value, or change the copy in place and return None.
+    """
+
+    def change(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        """Return what the model goes on with, or None for "as you left it"."""
+        raise NotImplementedError
+
+    def change_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
+        """Return the gradient that flows on, or None for "as you left it"."""
+        raise NotImplementedError
+
+    def directions(self) -> tuple[str, ...]:
+        """``fwd`` if it changes values, ``bwd`` if it changes gradients."""
+        return _overridden(self, Controller, fwd="change", bwd="change_grad")
+
+    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        """Change a value."""
+        return self.change(value, hook)
+
+    def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
+        """Change a gradient."""
+        return self.change_grad(grad, hook)
+
+
+class FunctionHook(Hook):
+    """A plain function ``fn(value, hook)`` in one direction."""
+
+    def __init__(self, function: Callable[..., Any], sites: Filter, direction: str) -> None:
+        super().__init__(sites)
+        self.function = function
+        self.direction = direction
+        self._call = _caller(function)
+
+    def directions(self) -> tuple[str, ...]:
+        """The one it was made for."""
+        return (self.direction,)
+
+    @property
+    def label(self) -> str:
+        """The function's name and where it stands."""
+        inner = self.function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        name = getattr(inner, "__name__", type(inner).__name__)
+        code = getattr(inner, "__code__", None)
+        return f"hook {name!r}" + (
+            f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
+        )
+
+    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        """Call the function."""
+        return self._call(value, hook)  # type: ignore[no-any-return]
+
+    def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
+        """Call the function; a one-element tuple, as torch's backward hooks return, is unwrapped."""
+        new = self._call(grad, hook)
+        return new[0] if isinstance(new, tuple) and len(new) == 1 else new
+
+
+class TorchHook(Hook):
+    """A PyTorch forward hook, with PyTorch's arguments. Made by `torch_hook`."""
+
+    def __init__(self, function: Callable[..., Any], *, before: bool, with_kwargs: bool) -> None:
+        super().__init__()
+        self.function = function
+        self.before = before
+        self.with_kwargs = with_kwargs
+
+    label = FunctionHook.label  # type: ignore[assignment]
+
+    def directions(self) -> tuple[str, ...]:
+        """Forward only."""
+        return ("fwd",)
+
+
+def torch_hook(
+    function: Callable[..., Any], *, pre: bool = False, with_kwargs: bool | None = None
+) -> TorchHook:
+    """Use a hook written for PyTorch: ``fn(module, args, output)`` or ``fn(module, args, kwargs, output)``.
+
+    It is scoped, ordered and checked like every other hook, and gets copies of the output's tensors, so changing them
+    in place and returning them come to the same.
+
+    Example:
+        ``model.run_with_hooks(x, fwd_hooks=[("fc1", ip.torch_hook(my_forward_hook))])``
+
+    Args:
+        function: the hook, as one would give it to ``register_forward_hook``.
+        pre: it is a forward pre-hook, ``fn(module, args)`` or ``fn(module, args, kwargs)``.
+        with_kwargs: whether it takes ``kwargs``; by default found by counting its parameters.
+    """
+    if with_kwargs is None:
+        wanted = 3 if pre else 4
+        with_kwargs = len(inspect.signature(function).parameters) >= wanted
+    return TorchHook(function, before=pre, with_kwargs=with_kwargs)
+
+
+class skip(Hook):  # noqa: N801 - reads as a verb, like every edit
+    """Do not run a module at all: return a replacement instead of its output.
+
+    Example:
+        ``model.run_with_hooks(x, hooks=[ip.skip("layer2", lambda x: x)])``
+
+    Args:
+        sites: the module or modules to skip.
+        replacement: what it returns: a tensor (or the container the module returns), or a function of its arguments.
+    """
+
+    def __init__(self, sites: Filter, replacement: Any) -> None:
+        super().__init__(sites)
+        self.replacement = replacement
+
+    def directions(self) -> tuple[str, ...]:
+        """Forward only."""
+        return ("fwd",)
+
+
+def as_hook(item: object, direction: str = "fwd") -> Hook:
+    """A hook from what users write: a hook object, or a pair of a site filter and a function or hook."""
+    if isinstance(item, Hook):
+        return item
+    if isinstance(item, tuple) and len(item) == 2:
+        sites, what = item
+        if isinstance(what, TorchHook):
+            moved = TorchHook(what.function, before=what.before, with_kwargs=what.with_kwargs)
+            vars(moved)["sites"] = sites
+            return moved
+        if callable(what) and not isinstance(what, (Hook, str, Site)):
+            return FunctionHook(what, sites, direction)
+    raise TypeError(
+        f"a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or edit; got {item!r}"
+    )
+
+
+def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
+    """How to call a user's function: with ``hook=`` where it has that name, else by place, else with the value alone."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins such as torch.zeros_like have no signature
+        return lambda value, hook: function(value)  # noqa: ARG005
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = any(p.name == "hook" and p.kind is not p.POSITIONAL_ONLY for p in parameters)
+    if named:
+        return lambda value, hook: function(value, hook=hook)
+    if len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function
+    return lambda value, hook: function(value)  # noqa: ARG005
+
+
+def _overridden(hook: Hook, parent: type[Hook], **methods: str) -> tuple[str, ...]:
+    found = tuple(
+        direction
+        for direction, name in methods.items()
+        if getattr(type(hook), name) is not getattr(parent, name)
+    )
+    if not found:
+        names = " or ".join(f"{name}(self, value, hook)" for name in methods.values())
+        raise TypeError(f"{type(hook).__name__} does nothing yet: define {names}.")
+    return found
+
+
+def _no_return(hook: Hook, returned: object, point: HookPoint) -> None:
+    if returned is not None:
+        raise TypeError(
+            f"{hook.label} is a Detector and returned a {type(returned).__name__} at {point.name!r}. "
+            "Detectors change nothing; use a Controller to change a value."
+        )

@@ -1,0 +1,170 @@
+"""Hook points: a site as hooks and users hold it, with what TransformerLens's HookPoint offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from interpose.engine.hooks import Hook
+
+if TYPE_CHECKING:
+    from interpose.engine.model import Model
+    from interpose.sites.tree import Site
+
+
+class HookPoint:
+    """A view of a site: the name it was asked by, its layer, scratch space, and the model's hooks on it.
+
+    Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the number of this call
+    of the module within the forward pass (None outside a hook, or where it cannot be known).
+    """
+
+    __slots__ = ("call", "canonical", "model", "module", "name")
+
+    def __init__(
+        self, model: Model, name: str, canonical: str, module: nn.Module, call: int | None = None
+    ) -> None:
+        self.model = model
+        self.name = name
+        self.canonical = canonical
+        self.module = module
+        self.call = call
+
+    @property
+    def ctx(self) -> dict[Any, Any]:
+        """Scratch space, kept until `clear_context`."""
+        return self.model._contexts.setdefault(self.canonical, {})
+
+    def clear_context(self) -> None:
+        """Empty the scratch space."""
+        self.ctx.clear()
+
+    def layer(self) -> int:
+        """The first number in the name: 5 for ``blocks.5.attn``."""
+        for segment in self.name.split("."):
+            if segment.isdigit():
+                return int(segment)
+        raise ValueError(f"{self.name!r} has no layer number in it.")
+
+    @property
+    def fwd_hooks(self) -> list[Handle]:
+        """The model's own forward hooks here, in order."""
+        return self._handles("fwd")
+
+    @property
+    def bwd_hooks(self) -> list[Handle]:
+        """The model's own backward hooks here, in order."""
+        return self._handles("bwd")
+
+    def _handles(self, direction: str) -> list[Handle]:
+        return [h for h in self.model._handles if h.direction == direction and self.canonical in h.canonicals]
+
+    def add_hook(
+        self,
+        hook: Callable[..., Any],
+        dir: str = "fwd",  # noqa: A002 - TransformerLens's name
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> Handle:
+        """Add a function to this site, for all threads, until it is removed."""
+        return self.model.add_hook(
+            self.name, hook, dir=dir, is_permanent=is_permanent, level=level, prepend=prepend
+        )
+
+    def add_perma_hook(self, hook: Callable[..., Any], dir: str = "fwd") -> Handle:  # noqa: A002
+        """Add a function that `remove_hooks` leaves in place."""
+        return self.add_hook(hook, dir=dir, is_permanent=True)
+
+    def has_hooks(
+        self,
+        dir: str = "both",  # noqa: A002
+        including_permanent: bool = True,
+        level: int | None = None,
+    ) -> bool:
+        """Whether the model has hooks of its own here."""
+        return any(h.matches(dir, including_permanent, level) for h in self.fwd_hooks + self.bwd_hooks)
+
+    def remove_hooks(
+        self,
+        dir: str = "fwd",  # noqa: A002
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Remove the model's own hooks here."""
+        for handle in self.fwd_hooks + self.bwd_hooks:
+            if handle.matches(dir, including_permanent, level):
+                handle.remove()
+
+    def __repr__(self) -> str:
+        return f"HookPoint({self.name!r}, {len(self.fwd_hooks)} fwd, {len(self.bwd_hooks)} bwd)"
+
+
+class Handle:
+    """A hook that belongs to a model: switch it off, on, or take it away."""
+
+    def __init__(
+        self,
+        hook: Hook,
+        direction: str,
+        canonicals: frozenset[str],
+        release: Callable[[Handle], None],
+        fired: Callable[[], int],
+        *,
+        is_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        self.hook = hook
+        self.direction = direction
+        self.canonicals = canonicals
+        self.is_permanent = is_permanent
+        self.level = level
+        self._release = release
+        self._fired = fired
+
+    @property
+    def id(self) -> str:
+        """The hook's id."""
+        return self.hook.id
+
+    @property
+    def user_hook(self) -> Any:
+        """What the user gave: the function, or the hook object."""
+        return getattr(self.hook, "function", self.hook)
+
+    @property
+    def fired(self) -> int:
+        """How often it has run."""
+        return self._fired()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it runs."""
+        return self.hook.enabled
+
+    def enable(self) -> None:
+        """Let it run again."""
+        self.hook.enable()
+
+    def disable(self) -> None:
+        """Keep it, but do not run it."""
+        self.hook.disable()
+
+    def remove(self) -> None:
+        """Take it off the model; doing so twice is no error."""
+        self._release(self)
+
+    def matches(self, direction: str, including_permanent: bool, level: int | None) -> bool:
+        """Whether a removal with these arguments means this one."""
+        return (
+            direction in ("both", self.direction)
+            and (including_permanent or not self.is_permanent)
+            and (level is None or level == self.level)
+        )
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", disabled"
+        where = ", ".join(sorted(self.canonicals)[:3]) + (", ..." if len(self.canonicals) > 3 else "")
+        return f"Handle({self.hook.label} at {where}, {self.direction}, fired {self.fired} times{state})"

@@ -1,0 +1,87 @@
+"""Probe forwards: learn shapes from one run and leave no trace of it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from interpose.engine.listeners import Capturing
+from interpose.engine.scope import Binding, Scope
+from interpose.sites.grammar import Tail
+from interpose.sites.tree import Site
+from interpose.taps import values
+
+if TYPE_CHECKING:
+    from interpose.engine.model import Model
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Put everything a forward pass may change back: random states, buffers, attributes, train and eval mode."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    parts = list(module.modules())
+    attributes = [(part, dict(vars(part))) for part in parts]
+    registries = [(registry, dict(registry)) for part in parts for registry in (part._buffers, part._parameters)]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for part, before in attributes:
+                vars(part).clear()
+                vars(part).update(before)
+            for registry, before in registries:
+                registry.clear()
+                registry.update(before)
+            with torch.no_grad():
+                for buffer, copy in buffers:
+                    if not torch.equal(buffer, copy):
+                        buffer.copy_(copy)
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def scan(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Learn the shape and dtype of every site, first without arithmetic, else by a real forward pass."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = values.mapped((args, kwargs), mode.from_tensor)
+            _watch_shapes(model, fake[0], fake[1])
+    except Exception:  # noqa: BLE001 - any model may branch on values, which fake tensors do not have
+        model._seen.clear()
+        _watch_shapes(model, args, kwargs)
+
+
+def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    scope = Scope(model)
+    binding = Binding("the scan", "fwd", lambda: True)
+    for path, module in model.tree.modules():
+        for tail in (Tail(port="input"), Tail()):
+            name = model.tree.spell(path, tail)
+            site = Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
+            binding.asked.append((site, False))
+            if not isinstance(module, torch.jit.ScriptModule):
+                binding.listeners.append(Capturing(model, site, scope, outright=False, keep=_nothing))
+    scope.bindings.append(binding)
+    model._seen.clear()
+    with untouched(model.module), torch.no_grad(), scope:
+        model.module(*args, **kwargs)
+    for listener in binding.listeners:
+        if listener.site.tail.port == "output":
+            model._calls_of[listener.site.module] = listener.most_calls
+
+
+def _nothing(listener: Capturing, call: Any, value: Tensor, leaf: values.Leaf, name: str) -> None:
+    """The shape was noted on the way here."""

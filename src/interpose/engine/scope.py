@@ -1,0 +1,229 @@
+"""A scope: hooks that are on the model between two lines of a program, for the thread or task that opened it.
+
+Everything is resolved and checked before the model is touched; everything put on it is taken off in one ExitStack,
+whatever happens in between; and at the end a hook that never ran is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import GradientEdge
+
+from interpose.engine.hooks import Hook, TorchHook, skip
+from interpose.engine.listeners import (
+    Editing,
+    FrameEnd,
+    FrameStart,
+    GiveBack,
+    Listener,
+    TorchEditing,
+    Watching,
+    grad_receiver,
+)
+from interpose.errors import NeverFired
+from interpose.sites.tree import Site
+from interpose.taps import bypass, context, eager, tap
+
+if TYPE_CHECKING:
+    from interpose.engine.model import Model
+
+
+class Binding:
+    """One hook (or cache) and the listeners that serve it, one or two per site."""
+
+    def __init__(self, label: str, direction: str, enabled: Callable[[], bool]) -> None:
+        self.label = label
+        self.direction = direction
+        self.enabled = enabled
+        self.listeners: list[Listener] = []
+        self.skippers: list[tuple[Site, bypass.Skipper]] = []
+        self.asked: list[tuple[Site, bool]] = []
+
+    @property
+    def fired(self) -> int:
+        """How often it ran, at all its sites together."""
+        return sum(x.fired for x in self.listeners) + sum(x.fired for _, x in self.skippers)
+
+    def silent(self) -> list[Listener | bypass.Skipper]:
+        """What should have run and did not: each site named outright, or all of a pattern."""
+        if not self.enabled():
+            return []
+        each = [x for x in self.listeners if not isinstance(x, GiveBack)]
+        skippers = [x for _, x in self.skippers]
+        if all(outright for _, outright in self.asked):
+            return [x for x in (*each, *skippers) if not x.fired]
+        return [] if self.fired else [*each[:1], *skippers[:1]]
+
+    @contextmanager
+    def installed(self, *, first: bool = False) -> Iterator[None]:
+        """Listen while this lasts."""
+        with ExitStack() as stack:
+            for listener in self.listeners:
+                stack.callback(_gone, listener)
+                tap.listen(listener.site.module, listener.phase, listener, first=first)
+            for site, skipper in self.skippers:
+                stack.callback(bypass.unskip, site.module, skipper)
+                bypass.skip(site.module, skipper)
+            yield
+
+
+def _gone(listener: Listener) -> None:
+    listener.gone = True
+    tap.unlisten(listener.site.module, listener.phase, listener)
+
+
+def bind(
+    model: Model,
+    hook: Hook,
+    scope: Scope | None,
+    *,
+    check_finite: bool = False,
+    outlives_scope: bool = False,
+) -> list[Binding]:
+    """Resolve a hook's sites and make its listeners, one binding per direction."""
+    sites = model.tree.select(hook.sites)  # type: ignore[attr-defined]
+    bindings = []
+    for direction in hook.directions():
+        binding = Binding(hook.label, direction, lambda: hook.enabled)
+        binding.asked = sites
+        for site, outright in sites:
+            about: dict[str, Any] = {"model": model, "site": site, "scope": scope, "outright": outright}
+            if isinstance(hook, skip):
+                binding.skippers.append(
+                    (site, bypass.Skipper(scope=scope, enabled=binding.enabled, replacement=hook.replacement))
+                )
+                continue
+            if direction == "bwd":
+                binding.listeners.append(
+                    Watching(
+                        **about,
+                        receive=grad_receiver(hook),
+                        enabled=binding.enabled,
+                        reads_last=False,
+                        outlives_scope=outlives_scope,
+                    )
+                )
+            else:
+                kind = TorchEditing if isinstance(hook, TorchHook) else Editing
+                binding.listeners.append(kind(**about, hook=hook, check_finite=check_finite))
+            if binding.listeners[-1].phase.before:
+                binding.listeners.append(GiveBack(**about))
+        bindings.append(binding)
+    return bindings
+
+
+@contextmanager
+def frames(model: Model, scope: Scope | None) -> Iterator[FrameStart]:
+    """Notice where forward passes of the root begin and end."""
+    site = model.tree.site("")
+    start = FrameStart(model, site, scope, outright=True)
+    end = FrameEnd(model, site, scope, outright=True)
+    with ExitStack() as stack:
+        stack.callback(_gone, start)
+        tap.listen(site.module, start.phase, start, first=True)
+        stack.callback(_gone, end)
+        tap.listen(site.module, end.phase, end)
+        yield start
+
+
+class Scope:
+    """Hooks on a model, from ``__enter__`` to ``__exit__``, for the context that entered."""
+
+    def __init__(
+        self,
+        model: Model,
+        hooks: Sequence[Hook] = (),
+        *,
+        check_finite: bool = False,
+        outlives_scope: bool = False,
+    ) -> None:
+        self.model = model
+        self.around: tuple[object, ...] = ()
+        self.stopped = False
+        self.targets: list[GradientEdge] | None = None
+        self.bindings: list[Binding] = []
+        self._stack = ExitStack()
+        self._frames: FrameStart | None = None
+        for hook in hooks:
+            self.bindings += bind(
+                model, hook, self, check_finite=check_finite, outlives_scope=outlives_scope
+            )
+
+    def __enter__(self) -> Scope:
+        with ExitStack() as stack:
+            eager.hold()
+            stack.callback(eager.release)
+            self._frames = stack.enter_context(frames(self.model, self))
+            # Gradient watchers go first, so that a cache of live values keeps the value they put in.
+            for binding in sorted(self.bindings, key=lambda b: b.direction != "bwd"):
+                stack.enter_context(binding.installed())
+            self.around = context.current().scopes
+            context.enter(self, self.model.root)
+            stack.callback(context.leave, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if kind is None and not self.stopped:
+            self.verify()
+
+    @property
+    def forwards(self) -> int:
+        """How many forward passes of the model began inside."""
+        return self._frames.fired if self._frames is not None else 0
+
+    def verify(self) -> None:
+        """Raise if a hook never ran."""
+        for binding in self.bindings:
+            for silent in binding.silent():
+                if binding.direction == "bwd" and isinstance(silent, Watching) and silent.outlives_scope:
+                    if silent.attached:
+                        continue  # its backward pass is still to come
+                raise NeverFired(self._why(binding, silent))
+
+    def _why(self, binding: Binding, silent: Listener | bypass.Skipper) -> str:
+        if isinstance(silent, bypass.Skipper):
+            site = next(site for site, skipper in binding.skippers if skipper is silent)
+        else:
+            site = silent.site
+        what = f"{binding.label} at {site.name!r} never fired"
+        missed = 0 if isinstance(silent, bypass.Skipper) else silent.missed
+        kind = type(site.module).__name__
+        if missed:
+            return (
+                f"{what}: {kind} was called {missed} times, but outside this scope (in another thread?).\n"
+                "  Threads start with no scope: run ip.in_scope(function) in the thread instead of function."
+            )
+        if not self.forwards and not getattr(silent, "most_calls", 0):
+            return f"{what}: the model was not called inside the with block."
+        if isinstance(silent, Watching) and silent.most_calls:
+            return self._why_no_gradient(what, silent)
+        if site.tail.call is not None and getattr(silent, "most_calls", 0):
+            return (
+                f"{what}: {kind} was called {silent.most_calls} times, so its calls are "  # type: ignore[union-attr]
+                f"#0 to #{silent.most_calls - 1}."  # type: ignore[union-attr]
+            )
+        return (
+            f"{what}: {kind} was not called in {self.forwards} forward pass(es).\n"
+            "  Its branch was not taken, or the model uses it without calling it (module.forward(x), module.weight).\n"
+            "  Hook the module around it instead.   (what fires: model.scan(inputs); model.sites)"
+        )
+
+    def _why_no_gradient(self, what: str, silent: Watching) -> str:
+        if silent.without_grad:
+            return f"{what}: gradients are off here (torch.no_grad or inference_mode). Run it with gradients on."
+        if not silent.attached:
+            return f"{what}: no floating point value passed there."
+        return (
+            f"{what}: its value was seen, but no gradient came back.\n"
+            "  Call backward() inside the with block, on something that depends on this site."
+        )
+
+

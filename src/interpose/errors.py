@@ -1,0 +1,64 @@
+"""Everything interpose raises. Each error says what was asked, where it failed, what is there, what to write.
+
+InterposeError
+├── SiteNotFound      (KeyError)      a name that is nowhere in the model
+├── NothingMatched    (KeyError)      a glob, regex or callable that selects no site
+├── AmbiguousSite     (KeyError)      a name that means several tensors
+├── NeverFired        (RuntimeError)  a hook whose site was never reached
+├── EditError         (ValueError)    an edit the model cannot take
+│   ├── EditShapeError                its shape, dtype kind, device or container is wrong
+│   └── NonFinite                     it made NaN or Inf (only with check_finite=True)
+├── StaleValue        (RuntimeError)  a value kept without a copy was changed since
+├── GradientError     (RuntimeError)  a gradient that cannot be had, or would be wrong
+└── Unsupported       (TypeError)     a module or value that cannot be hooked, and why
+"""
+
+from __future__ import annotations
+
+
+class InterposeError(Exception):
+    """Parent of all errors of this library; catch it to catch them all."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which would show newlines as \\n.
+        return str(self.args[0]) if self.args else ""
+
+
+class SiteNotFound(InterposeError, KeyError):
+    """A name that is nowhere in the model."""
+
+
+class NothingMatched(InterposeError, KeyError):
+    """A glob, regex or callable that selects no site."""
+
+
+class AmbiguousSite(InterposeError, KeyError):
+    """A name that means several tensors."""
+
+
+class NeverFired(InterposeError, RuntimeError):
+    """A hook whose site was never reached."""
+
+
+class EditError(InterposeError, ValueError):
+    """An edit the model cannot take."""
+
+
+class EditShapeError(EditError):
+    """An edit of the wrong shape, dtype kind, device or container."""
+
+
+class NonFinite(EditError):
+    """An edit that made NaN or Inf out of finite numbers."""
+
+
+class StaleValue(InterposeError, RuntimeError):
+    """A value kept with ``clone=False`` that the model has changed since."""
+
+
+class GradientError(InterposeError, RuntimeError):
+    """A gradient that cannot be had, or that would be wrong."""
+
+
+class Unsupported(InterposeError, TypeError):
+    """A module or a value that cannot be hooked."""

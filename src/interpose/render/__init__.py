@@ -1,0 +1,1 @@
+"""Text, HTML and PNG from plain data. Knows nothing of models; everything that prints itself builds on it."""

@@ -1,0 +1,41 @@
+"""Self-contained HTML: no script, nothing loaded from outside, so it shows in notebooks, mail and offline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+_CELL = "padding:2px 10px 2px 0;text-align:left;font-variant-numeric:tabular-nums"
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", most: int = 200) -> str:
+    """A plain table; rows beyond ``most`` are counted, not shown."""
+    cells = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows[:most]
+    )
+    heads = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
+    more = f"<p>... {len(rows) - most} more</p>" if len(rows) > most else ""
+    caption = f"<p><b>{escape(title)}</b></p>" if title else ""
+    return f"<div>{caption}<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>{more}</div>"
+
+
+def page(title: str, *sections: str) -> str:
+    """A whole document around parts that are HTML already."""
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1b1f24;background:#fff}"
+        "h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}"
+        "th{border-bottom:1px solid #c8ccd1}img{image-rendering:pixelated;max-width:100%}"
+        "code{background:#f3f4f6;padding:1px 4px;border-radius:3px}p.note{color:#57606a}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{style}</style></head><body><h1>{escape(title)}</h1>{''.join(sections)}</body></html>"
+    )
+
+
+def write(path: str | Path, text: str) -> Path:
+    """Write a page and return where it is."""
+    path = Path(path)
+    path.write_text(text, encoding="utf-8")
+    return path

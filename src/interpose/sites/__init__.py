@@ -1,0 +1,1 @@
+"""Names: what a user may write, and where in a module tree it leads."""

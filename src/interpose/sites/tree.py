@@ -1,0 +1,298 @@
+"""A module tree as names: walk it, list it, find the module a name means, say where a wrong one went wrong.
+
+Wrappers that only forward calls (`torch.compile`, DDP, FSDP, checkpoint wrappers) add a segment to every name;
+names are given without it, and accepted with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
+from interpose.sites.grammar import Key, Tail, compile_glob, is_glob, parse_tail, spell
+
+_TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A named place where a tensor flows: a module, its input or output, and an element of that.
+
+    ``name`` is the name it was asked by, ``canonical`` the one that all its ``aliases`` share. ``shape``, ``dtype`` and
+    ``calls`` (how often its module was called in a forward pass) are known after a run or `Model.scan`.
+    """
+
+    name: str
+    canonical: str
+    stem: str
+    path: str
+    tail: Tail
+    module: nn.Module = field(repr=False)
+    aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    calls: int | None = None
+
+    def element(self, leaf: tuple[Key, ...], call: int | None = None) -> str:
+        """The name of one tensor found here, in the user's words for this site."""
+        call = self.tail.call if call is None else call
+        if leaf == self.tail.leaf and call == self.tail.call:
+            return self.name
+        return self.stem + (str(Tail(call, self.tail.port, leaf)) if self.stem else f"{self.tail.port}{spell(leaf)}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Filter = str | re.Pattern[str] | Callable[[str], bool] | Site | Iterable[object] | None
+"""What selects sites: None for all outputs, a name, a glob, a regex, a callable on names, a list of these."""
+
+
+class ModuleTree:
+    """The names of one module and everything below it, read from the live module each time."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._known: dict[str, Site] = {}
+        self._first: dict[int, str] = {}
+        self._others: dict[str, list[str]] = {}
+
+    @property
+    def label(self) -> str:
+        """What errors call the model."""
+        return type(_unwrapped(self.root)).__name__
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every module with its first name, each once; the root is ``""``."""
+        seen: set[int] = set()
+        for path, module in self.all_names():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+
+    def all_names(self) -> Iterator[tuple[str, nn.Module]]:
+        """Every name of every module: a module in two places comes twice."""
+
+        def below(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+            module = _unwrapped(module)
+            yield path, module
+            if id(module) in above:
+                return
+            for name, child in module._modules.items():
+                if child is not None:
+                    yield from below(f"{path}.{name}" if path else name, child, (*above, id(module)))
+
+        yield from below("", self.root, ())
+
+    def walk(self, path: str) -> tuple[nn.Module, str, str]:
+        """Follow child names as far as they go; returns the module, the names used and the rest."""
+        module = _unwrapped(self.root)
+        if not path:
+            return module, "", ""
+        used: list[str] = []
+        rest = path
+        while rest:
+            segment, _, after = rest.partition(".")
+            child = module._modules.get(segment)
+            if child is None:
+                if segment in _TRANSPARENT or (segment == "module" and not used and module is not self.root):
+                    rest = after
+                    continue
+                break
+            module = _unwrapped(child)
+            used.append(segment)
+            rest = after
+        return module, ".".join(used), rest
+
+    def site(self, name: str) -> Site:
+        """The site a name means. Child modules win over ``input`` and ``output``."""
+        known = self._known.get(name)
+        if known is not None and self.walk(known.path)[0] is known.module:
+            return known
+        module, stem, rest = self.walk(name)
+        tail: Tail | None = Tail()
+        if rest:
+            module, stem, tail = self._with_tail(module, stem, rest)
+        if tail is None:
+            raise SiteNotFound(self._explain(name))
+        path = self._first_name(stem, module)
+        canonical = self.spell(path, tail)
+        site = Site(name=name, canonical=canonical, stem=stem, path=path, tail=tail, module=module)
+        self._known[name] = site
+        return site
+
+    def _first_name(self, path: str, module: nn.Module) -> str:
+        first = self._first.get(id(module))
+        if first is None or self.walk(first)[0] is not module:
+            self._first, self._others = {}, {}
+            for name, found in self.all_names():
+                known = self._first.setdefault(id(found), name)
+                if known != name:
+                    self._others.setdefault(known, []).append(name)
+            first = self._first.get(id(module), path)
+        return first
+
+    def other_names(self, path: str) -> list[str]:
+        """More names of the module at a path, where it is in the tree several times."""
+        return self._others.get(path, [])
+
+    def spell(self, path: str, tail: Tail) -> str:
+        """The canonical name of a place. A child called `input` or `output` makes the root's `.input`, `.output`."""
+        if path:
+            return f"{path}{tail}"
+        text = str(tail) if tail.port == "input" or tail.leaf else f".output{tail}"
+        return text if tail.port in _unwrapped(self.root)._modules else text.removeprefix(".")
+
+    def _with_tail(
+        self, module: nn.Module, path: str, rest: str
+    ) -> tuple[nn.Module, str, Tail | None]:
+        # `rest` starts with `input`/`output`, or with a last module segment that carries `#2` or `[0]`.
+        cut = re.search(r"[#\[]", rest.partition(".")[0])
+        if cut is not None and cut.start() > 0 and rest[: cut.start()] not in ("input", "output"):
+            child = module._modules.get(rest[: cut.start()])
+            if child is None:
+                return module, path, None
+            segment = rest[: cut.start()]
+            path = f"{path}.{segment}" if path else segment
+            return _unwrapped(child), path, parse_tail(rest[cut.start() :])
+        text = rest if rest.startswith((".", "#", "[")) else f".{rest}"
+        return module, path, parse_tail(text)
+
+    def select(self, wanted: object) -> list[tuple[Site, bool]]:
+        """Sites that a filter means, each with whether it was named outright (rather than by a pattern)."""
+        if wanted is None:
+            return [(self._output(path, module), False) for path, module in self.modules()]
+        if isinstance(wanted, Site):
+            return [(wanted, True)]
+        if isinstance(wanted, str):
+            if not is_glob(wanted) or self.walk(wanted)[2] == "":
+                return [(self.site(wanted), True)]
+            return [(site, False) for site in self._glob(wanted)]
+        if isinstance(wanted, re.Pattern):
+            return [(site, False) for site in self._matching(lambda n: bool(wanted.search(n)), wanted)]
+        if callable(wanted):
+            return [(site, False) for site in self._matching(wanted, wanted)]
+        if isinstance(wanted, Iterable):
+            found: dict[str, tuple[Site, bool]] = {}
+            for part in wanted:
+                for site, outright in self.select(part):
+                    found.setdefault(site.name, (site, outright))
+            if not found:
+                raise NothingMatched(f"an empty list selects no site in {self.label}. Use None for all sites.")
+            return list(found.values())
+        raise TypeError(
+            f"a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list of these; "
+            f"got {type(wanted).__name__}: {wanted!r}"
+        )
+
+    def _output(self, path: str, module: nn.Module) -> Site:
+        return self._site(path, module, Tail())
+
+    def _site(self, path: str, module: nn.Module, tail: Tail) -> Site:
+        name = self.spell(path, tail)
+        return Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
+
+    def _glob(self, pattern: str) -> list[Site]:
+        regex = compile_glob(pattern)
+        hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
+        if hits:
+            return [self._output(path, module) for path, module in hits]
+        # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
+        cut = re.search(r"(#\d+)?(\.(input|output)([.\[].*)?)?$|#\d+.*$|\[.*$", pattern)
+        tail = parse_tail(pattern[cut.start() :]) if cut is not None and cut.group() else None
+        if tail is not None and cut is not None:
+            regex = compile_glob(pattern[: cut.start()])
+            hits = [(path, module) for path, module in self.modules() if regex.fullmatch(path)]
+        if not hits or tail is None:
+            raise NothingMatched(self._nothing(f"the glob {pattern!r}"))
+        return [self._site(path, module, tail) for path, module in hits]
+
+    def _matching(self, accepts: Callable[[str], bool], asked: object) -> list[Site]:
+        outputs = [self._output(path, module) for path, module in self.modules()]
+        hits = [site for site in outputs if accepts(site.name)]
+        if hits:
+            return hits
+        # Inputs repeat what came before them, so a filter reaches them only if it accepts no output.
+        inputs = [self._site(path, module, Tail(port="input")) for path, module in self.modules()]
+        hits = [site for site in inputs if accepts(site.name)]
+        if not hits:
+            raise NothingMatched(self._nothing(f"the filter {asked!r}"))
+        return hits
+
+    def _nothing(self, what: str) -> str:
+        names = [self.spell(path, Tail()) for path, _ in self.modules()]
+        shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+        return (
+            f"{what} matches no site in {self.label}.\n  sites are: {shown}\n"
+            f"  In a glob `*` stays within one dotted segment and `**` spans many.   (list them: model.sites)"
+        )
+
+    def _explain(self, name: str) -> str:
+        module, path, rest = self.walk(name)
+        segment = re.split(r"[.#\[]", rest, maxsplit=1)[0]
+        children = list(module._modules)
+        where = f"{path!r}" if path else self.label
+        lines = [f"no site {name!r} in {self.label}."]
+        if children and all(child.isdigit() for child in children):
+            lines.append(f"  {where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}.")
+        elif children:
+            shown = ", ".join(children[:10]) + (", ..." if len(children) > 10 else "")
+            lines.append(f"  {where} has: {shown}, input, output")
+        else:
+            lines.append(f"  {where} is a {type(module).__name__} with no parts; it has: input, output")
+        guess = self._guess(name)
+        hint = f"did you mean {guess!r}?" if guess else "no name is close to it."
+        lines.append(f"  {hint}   (list them: model.sites)")
+        return "\n".join(lines)
+
+    def _guess(self, name: str) -> str | None:
+        """The nearest right name: mend one segment at a time, else search all names."""
+        text = name
+        for _ in range(8):
+            module, path, rest = self.walk(text)
+            segment, _, after = rest.partition(".")
+            if not segment or self._resolves(text):
+                break
+            near = difflib.get_close_matches(segment, [*module._modules, "input", "output"], n=1)
+            if not near or near[0] == segment:
+                break
+            text = ".".join(part for part in (path, near[0], after) if part)
+        if text != name and self._resolves(text):
+            return text
+        names = [path for path, _ in self.modules() if path]
+        near = difflib.get_close_matches(name, names, n=1)
+        return near[0] if near else None
+
+    def _resolves(self, name: str) -> bool:
+        module, path, rest = self.walk(name)
+        return not rest or self._with_tail(module, path, rest)[2] is not None
+
+
+def several_tensors(site: Site, leaves: list[tuple[Key, ...]]) -> AmbiguousSite:
+    """The error for a name that leaves open which tensor of a container it means."""
+    choices = ", ".join(repr(site.element(leaf)) for leaf in leaves[:8])
+    return AmbiguousSite(
+        f"{site.name!r} holds {len(leaves)} tensors; say which one: {choices}"
+        + (", ..." if len(leaves) > 8 else ".")
+    )
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside wrappers that only forward calls."""
+    while True:
+        children = module._modules
+        inner = None
+        if not _TRANSPARENT.isdisjoint(children):
+            inner = next(children[name] for name in children if name in _TRANSPARENT)
+        elif "module" in children and type(module).__name__ in _FORWARDING:
+            inner = children["module"]
+        if inner is None:
+            return module
+        module = inner

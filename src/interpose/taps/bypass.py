@@ -1,0 +1,82 @@
+"""Skip a module: its hooks run, its forward does not, and a replacement is returned in its stead.
+
+torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward. While someone may skip a module,
+a bypass sits in the module's own ``forward`` slot; calls from outside the scope pass straight through it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from interpose.taps import tap, values
+from interpose.taps.context import current
+
+
+class Skipper:
+    """One wish to skip a module."""
+
+    def __init__(self, *, scope: object | None, enabled: Callable[[], bool], replacement: Any) -> None:
+        self.scope = scope
+        self.enabled = enabled
+        self.replacement = replacement
+        self.fired = 0
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns instead; tensors are copied, since the model may change them in place."""
+        self.fired += 1
+        if callable(self.replacement) and not isinstance(self.replacement, Tensor):
+            return self.replacement(*args, **kwargs)
+        return values.mapped(self.replacement, Tensor.clone)
+
+
+class Bypass:
+    """Stands in a module's ``forward`` slot and asks its skippers first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.original = module.forward
+        self.was_own = "forward" in vars(module)
+        self.skippers: tuple[Skipper, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # An unpickled module gets its plain bound forward.
+        owner = getattr(self.original, "__self__", None)
+        return getattr, (owner, "forward") if owner is not None else (self.original, "__call__")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here = current()
+        for skipper in reversed(self.skippers):
+            inside = not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
+            if inside and skipper.enabled():
+                return skipper.output(args, kwargs)
+        return self.original(*args, **kwargs)
+
+
+def skip(module: nn.Module, skipper: Skipper) -> None:
+    """Let a skipper decide about a module's forward."""
+    with tap._LOCK:
+        bypass = vars(module).get("forward")
+        if not isinstance(bypass, Bypass):
+            bypass = Bypass(module)
+            module.forward = bypass
+        bypass.skippers = (*bypass.skippers, skipper)
+
+
+def unskip(module: nn.Module, skipper: Skipper) -> None:
+    """Undo `skip`; the last one out puts the module's forward back as it was."""
+    with tap._LOCK:
+        bypass = vars(module).get("forward")
+        if not isinstance(bypass, Bypass):
+            return
+        bypass.skippers = tuple(other for other in bypass.skippers if other is not skipper)
+        if not bypass.skippers:
+            if bypass.was_own:
+                module.forward = bypass.original
+            else:
+                del module.forward

@@ -1,0 +1,129 @@
+"""Who is listening here and now: the scopes of this thread or task, and what is known of the forward pass under way.
+
+Everything sits in one context variable, so a thread sees its own scopes only. Autograd's worker threads (CUDA) have no
+context at all: recomputation there is given to the scopes that are live on the module (see `tap.py`).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Frame:
+    """One forward pass of one root module.
+
+    ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module. ``fragile``: listeners whose
+    edits a checkpoint will have to repeat in the backward pass.
+    """
+
+    __slots__ = ("counts", "fragile", "lent")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.lent: dict[int, list[Any]] = {}
+        self.fragile: list[Any] = []
+
+
+class Context(NamedTuple):
+    """What this thread or task is inside of."""
+
+    scopes: tuple[object, ...] = ()
+    standing_down: bool = False
+    frames: Mapping[int, Frame] = MappingProxyType({})
+
+
+_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("interpose", default=Context())
+
+_STANDING_DOWN = Context(standing_down=True)
+
+current = _CONTEXT.get
+
+
+def enter(scope: object, root: object) -> None:
+    """Let a scope hear the calls made from here on."""
+    here = current()
+    frames = {key: frame for key, frame in here.frames.items() if key != id(root)}
+    _CONTEXT.set(here._replace(scopes=(*here.scopes, scope), frames=frames))
+
+
+def leave(scope: object) -> None:
+    """Undo `enter`, in whatever order scopes end."""
+    here = current()
+    _CONTEXT.set(here._replace(scopes=tuple(s for s in here.scopes if s is not scope)))
+
+
+def new_frame(root: object) -> None:
+    """A forward pass of this root begins."""
+    here = current()
+    _CONTEXT.set(here._replace(frames={**here.frames, id(root): Frame()}))
+
+
+def frame_of(root: object) -> Frame:
+    """The forward pass under way, or a new one when a part of a model is called on its own."""
+    here = current()
+    frame = here.frames.get(id(root))
+    if frame is None:
+        frame = Frame()
+        _CONTEXT.set(here._replace(frames={**here.frames, id(root): frame}))
+    return frame
+
+
+def call_out(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's function: what it calls in the model is not hooked, unless it opens a scope itself."""
+    token = _CONTEXT.set(_STANDING_DOWN)
+    try:
+        return function(*args)
+    finally:
+        _CONTEXT.reset(token)
+
+
+def in_scope(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs with the scopes open here, wherever it is called: in a thread, in a pool.
+
+    Threads start with no scope, so hooks of a ``with`` block do not fire in them. Wrap what the thread runs:
+
+        with model.hooks([...]):
+            thread = Thread(target=ip.in_scope(train_step), args=(batch,))
+
+    Grad mode and autocast are thread-local in PyTorch and do not travel along.
+    """
+    snapshot = contextvars.copy_context()
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A context can be entered once at a time, so each call gets a copy of its own.
+        return snapshot.copy().run(function, *args, **kwargs)
+
+    return run
+
+
+def recomputing() -> bool:
+    """Whether this call happens inside a backward pass, that is, repeats a checkpointed forward."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
+
+
+def in_autograd_thread() -> bool:
+    """Whether this is one of autograd's own threads, which carry no context."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def under_checkpoint() -> bool:
+    """Whether the code that called us runs inside `torch.utils.checkpoint`."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    frame = sys._getframe(1) if module is not None else None
+    while frame is not None:
+        if frame.f_code.co_filename == module.__file__:  # type: ignore[union-attr]
+            return True
+        frame = frame.f_back
+    return False
