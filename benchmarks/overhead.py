@@ -39,7 +39,6 @@ def cases(module: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable[[], 
 
     return {
         "bare forward": lambda: module(ids),
-        "bare forward, again": lambda: module(ids),
         "wrapped, nothing hooked": lambda: model(ids),
         "12 reads, hooks by hand": by_hand,
         "12 reads": lambda: model.run_with_cache(ids, names_filter=blocks),
@@ -50,31 +49,37 @@ def cases(module: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable[[], 
     }
 
 
-def measure(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(20):
-        for run in runs.values():
-            run()
+def measure(run: Callable[[], object], bare: Callable[[], object], repeats: int) -> float:
+    """Median over pairs of (this run / the bare run next to it), each after an untimed bare run."""
+    ratios = []
     for _ in range(repeats):
-        for name, run in runs.items():
+        pair = []
+        for timed in (bare, run):
+            bare()
             start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+            timed()
+            pair.append(time.perf_counter() - start)
+        ratios.append(pair[1] / pair[0])
+    return statistics.median(ratios)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=12, n_embd=64, n_head=4, vocab_size=512, n_positions=64)
+    config = GPT2Config(
+        n_layer=12, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
     module = GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, 512, (1, 16))
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 300
+    print(f"torch {torch.__version__}, 1 thread, {repeats} pairs each")
     with torch.no_grad():
-        medians = measure(cases(module, ids), int(sys.argv[1]) if len(sys.argv) > 1 else 300)
-    bare = medians["bare forward"]
-    print(f"torch {torch.__version__}, 1 thread, bare forward {bare * 1e3:.2f} ms")
-    for name, seconds in medians.items():
-        print(f"{name:<32}{seconds / bare:6.3f}x")
+        runs = cases(module, ids)
+        bare = runs["bare forward"]
+        for run in runs.values():
+            measure(run, bare, 10)
+        for name, run in runs.items():
+            print(f"{name:<32}{measure(run, bare, repeats):6.3f}x")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,16 @@ class Cache(Mapping[str, Tensor]):
             return name
         stem = name.removesuffix(_GRAD)
         suffix = name[len(stem) :]
-        for spelling in (stem, stem.removesuffix(".output"), self._aliases.get(stem, stem)):
-            if spelling + suffix in self._values:
-                return spelling + suffix
+        for spelling in (stem, stem.removesuffix(".output")):
+            for key in (spelling, self._aliases.get(spelling, spelling)):
+                if key + suffix in self._values:
+                    return key + suffix
+        call = re.search(r"#\d+", stem)
+        if call is not None:
+            # `same#1`, where `same` is another name of `cell` and `cell` was asked for.
+            for key in self._several(stem[: call.start()] + stem[call.end() :]):
+                if call.group() in key:
+                    return key + suffix
         return None
 
     def _several(self, name: str) -> list[str]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from interpose.engine.cache import Cache
-from interpose.engine.hooks import Hook
+from interpose.engine.hooks import Engine, Hook
 from interpose.engine.listeners import Capturing, GiveBack, Listener, Watching
 from interpose.engine.points import HookPoint
 from interpose.engine.scope import Binding, Scope
 from interpose.errors import GradientError
-from interpose.sites.tree import Filter, Site
+from interpose.sites.grammar import Tail
+from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps import values
-from interpose.taps.tap import Call
+from interpose.taps.tap import Call, is_before
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -39,6 +40,8 @@ class Cut:
     def __call__(self, value: Tensor, name: str) -> Tensor:
         """The part of a value that is kept: sliced first, so that nothing else is copied."""
         part = value.detach() if self.detach else value
+        if self.pos_slice is None and self.keep is None and self.device is None and not self.remove_batch_dim:
+            return values.twin(part) if self.clone else part
         if self.pos_slice is not None:
             if part.ndim != 3:
                 raise ValueError(
@@ -78,8 +81,7 @@ class Stop(BaseException):
         self.run = run
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """One captured tensor."""
 
     site: Site
@@ -87,6 +89,10 @@ class Kept:
     call: int | None
     leaf: values.Leaf
     tensor: Tensor
+    version: int | None = None
+
+
+_CACHE, _GRADIENT_CACHE = Engine("the cache"), Engine("the gradient cache")
 
 
 class CaptureRun(Scope):
@@ -103,22 +109,24 @@ class CaptureRun(Scope):
         stop: bool = False,
         check_finite: bool = False,
     ) -> None:
-        super().__init__(model, hooks, check_finite=check_finite, outlives_scope=True)
+        super().__init__(model, hooks, check_finite=check_finite, single_run=True)
         self.cut = cut
         self.targets = [] if gradients else None
         self.kept: list[Kept] = []
         self.grads: list[Kept] = []
         sites = model.tree.select(wanted)
-        reads = Binding("the cache", "fwd", _always)
+        reads = Binding(_CACHE, "fwd")
         reads.asked = sites
         reads.listeners = [Capturing(model, s, self, outright=o, keep=self._keep) for s, o in sites]
         self.bindings.append(reads)
+        self.reads = reads
         if gradients:
             self.bindings.append(self._watch(sites))
         self.waiting = self._stop_after(reads.listeners) if stop else None
+        self.learns = stop and self.waiting is None
 
     def _watch(self, sites: list[tuple[Site, bool]]) -> Binding:
-        watch = Binding("the gradient cache", "bwd", _always)
+        watch = Binding(_GRADIENT_CACHE, "bwd")
         watch.asked = sites
         for site, outright in sites:
             listener = Watching(
@@ -126,13 +134,13 @@ class CaptureRun(Scope):
                 site,
                 self,
                 outright=outright,
+                hook=_GRADIENT_CACHE,
                 receive=self._keep_grad(site),
-                enabled=_always,
                 reads_last=True,
                 outlives_scope=False,
             )
             watch.listeners.append(listener)
-            if listener.phase.before:
+            if is_before(listener.phase):
                 watch.listeners.append(GiveBack(self.model, site, self, outright=outright))
         return watch
 
@@ -152,7 +160,8 @@ class CaptureRun(Scope):
         part = call.shared.get((self, leaf))
         if part is None:
             part = call.shared[(self, leaf)] = self.cut(value, name)
-        self.kept.append(Kept(listener.site, name, call.index, leaf, part))
+        version = None if self.cut.clone or part.is_inference() else part._version
+        self.kept.append(Kept(listener.site, name, call.index, leaf, part, version))
         if self.waiting is not None:
             self.waiting.discard(listener)
             if not self.waiting:
@@ -170,18 +179,17 @@ class CaptureRun(Scope):
         output = None
         try:
             with self:
-                output = call()
+                output = self.forward(call)
                 if backward is not False:
                     self._backward(output if backward is True else backward(output))  # type: ignore[operator]
         except Stop as stop:
             if stop.run is not self:
                 raise
-        if not self.stopped:
-            for binding in self.bindings:
-                for listener in binding.listeners:
-                    if isinstance(listener, Capturing):
-                        self.model._calls_of[listener.site.module] = listener.most_calls
+        if self.learns:
+            for listener in self.reads.listeners:
+                self.model._calls_of[listener.site.module] = listener.most_calls
         self.targets = None
+        self.bindings.clear()  # they point back here, and only the garbage collector could free what was kept
         return output
 
     def _backward(self, loss: Any) -> None:
@@ -197,28 +205,26 @@ class CaptureRun(Scope):
 
     def cache(self) -> Cache:
         """What was kept, as a mapping."""
-        tree = self.model.tree
         found: dict[str, Tensor] = {}
-        aliases: dict[str, str] = {}
         calls: dict[str, list[str]] = {}
+        versions: dict[str, int] = {}
         several = _called_more_than_once(self.kept)
-        for suffix, records in (("", self.kept), ("_grad", self.grads)):
-            for one in records:
-                key = one.name
-                if one.name in several:
-                    key = one.site.element(one.leaf, one.call) if not suffix else _with_call(one, calls[one.name])
-                    if not suffix:
-                        calls.setdefault(one.name, []).append(key)
-                found[key + suffix] = one.tensor
-                if not suffix:
-                    for other in _other_names(tree, one):
-                        aliases.setdefault(other, one.name)
-        versions = {k: v._version for k, v in found.items() if not self.cut.clone and not v.is_inference()}
+        for one in self.kept:
+            key = one.name
+            if key in several:
+                leaf = one.site.tail.leaf if key == one.site.name else one.leaf
+                key = one.site.element(leaf, one.call)
+                calls.setdefault(one.name, []).append(key)
+            found[key] = one.tensor
+            if one.version is not None:
+                versions[key] = one.version
+        for one in self.grads:
+            keys = calls.get(one.name)
+            key = one.name if keys is None or one.call is None else keys[one.call]
+            found[key + "_grad"] = one.tensor
+        aliases = _other_names(self.model.tree, self.kept)
+        self.kept, self.grads = [], []
         return Cache(found, aliases=aliases, calls=calls, versions=versions)
-
-
-def _always() -> bool:
-    return True
 
 
 def _called_more_than_once(records: list[Kept]) -> set[str]:
@@ -229,17 +235,17 @@ def _called_more_than_once(records: list[Kept]) -> set[str]:
     return several
 
 
-def _with_call(one: Kept, keys: list[str]) -> str:
-    return keys[one.call] if one.call is not None else one.name
-
-
-def _other_names(tree: Any, one: Kept) -> list[str]:
-    """Every other spelling of a kept tensor's name."""
-    site = one.site
-    tail = site.tail
-    names = [site.canonical, site.element(one.leaf)]
-    for path in (site.path, *tree.other_names(site.path)):
-        names.append(tree.spell(path, tail))
-        if one.leaf != tail.leaf:
-            names.append(tree.spell(path, type(tail)(tail.call, tail.port, one.leaf)))
-    return [name for name in names if name != one.name]
+def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:
+    """The other spellings of the kept tensors' names, for those that have any."""
+    found: dict[str, str] = {}
+    for one in kept:
+        site, tail, others = one.site, one.site.tail, tree.other_names(one.site.path)
+        if one.leaf == tail.leaf and not others:
+            if site.canonical != one.name:
+                found.setdefault(site.canonical, one.name)
+            continue
+        tails = {tail, Tail(tail.call, tail.port, one.leaf)}
+        names = {tree.spell(path, t) for path in (site.path, *others) for t in tails}
+        for name in (names | {site.element(one.leaf)}) - {one.name}:
+            found.setdefault(name, one.name)
+    return found

@@ -12,7 +12,7 @@ from torch import nn
 from interpose.render.html import html_table
 from interpose.render.text import MOST_ROWS, table
 from interpose.sites.grammar import Tail
-from interpose.sites.tree import Filter, ModuleTree, Site
+from interpose.sites.tree import Filter, ModuleTree, Site, children_of
 
 Seen = Mapping[Any, tuple[torch.Size, torch.dtype]]
 
@@ -91,7 +91,7 @@ class Sites(Mapping[str, Site]):
         return rows
 
     def _below(self, module: nn.Module, path: str, depth: int, level: int) -> Iterator[tuple[str, str, str]]:
-        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        children = [(name, child) for name, child in children_of(module).items() if child is not None]
         at = 0
         while at < len(children):
             name, child = children[at]
@@ -104,7 +104,7 @@ class Sites(Mapping[str, Site]):
             yield label, kind, self._about(self._tree.site(inner))
             if depth > 1:
                 yield from self._below(child, inner, depth - 1, level + 1)
-            elif child._modules:
+            elif children_of(child):
                 yield f"{'  ' * (level + 1)}...", "", f"model.sites.select('{inner}.**')"
             at = end
 
@@ -136,5 +136,5 @@ class Sites(Mapping[str, Site]):
 
 def _shape_of(module: nn.Module) -> str:
     """Alike for modules that print as the same tree."""
-    inner = ",".join(f"{name}:{_shape_of(child)}" for name, child in module._modules.items() if child is not None)
+    inner = ",".join(f"{name}:{_shape_of(child)}" for name, child in children_of(module).items() if child is not None)
     return f"{type(module).__name__}({module.extra_repr()};{inner})"

@@ -176,6 +176,19 @@ class FunctionHook(Hook):
         return new[0] if isinstance(new, tuple) and len(new) == 1 else new
 
 
+class Engine(Hook):
+    """Stands for the library's own listeners, such as a cache, in messages."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return self._label
+
+
 class TorchHook(Hook):
     """A PyTorch forward hook, with PyTorch's arguments. Made by `torch_hook`."""
 
@@ -253,14 +266,16 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
 
 def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
     """How to call a user's function: with ``hook=`` where it has that name, else by place, else with the value alone."""
+    code = getattr(function, "__code__", None)
+    if code is not None and "hook" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return lambda value, hook: function(value, hook=hook)  # without inspect, which takes as long as ten hooks
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins such as torch.zeros_like have no signature
         return lambda value, hook: function(value)  # noqa: ARG005
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = any(p.name == "hook" and p.kind is not p.POSITIONAL_ONLY for p in parameters)
-    if named:
+    if any(p.name == "hook" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
         return lambda value, hook: function(value, hook=hook)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function
     return lambda value, hook: function(value)  # noqa: ARG005

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from interpose.engine.hooks import Detector, Hook, TorchHook
@@ -14,17 +15,20 @@ from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, GradientError, NonFinite, SiteNotFound
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
-from interpose.taps.context import call_out, current, frame_of, new_frame, under_checkpoint
-from interpose.taps.tap import Call, Phase
+from interpose.taps.context import current, frame_of, new_frame, stand_down, stand_up, under_checkpoint
+from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_EDIT, BEFORE_READ, Call
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
 
 
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 class Listener:
     """Hears the calls of one site's module, for a scope or (scope None) for the model."""
 
-    phase: Phase
+    phase: int
 
     def __init__(self, model: Model, site: Site, scope: Any, *, outright: bool) -> None:
         self.model = model
@@ -37,21 +41,30 @@ class Listener:
         self.missed = 0
         self.fired = 0
         self.gone = False
+        self.noted = False
 
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
         raise NotImplementedError
 
+    def removed(self) -> None:
+        """The scope has ended, or the hook was taken off the model."""
+        self.gone = True
+
     def tensors(self, call: Call) -> list[tuple[values.Leaf, Tensor, str]]:
         """The tensors of a call that this site means, each with its path and name."""
-        site = self.site
-        if isinstance(call.value, Tensor) and not site.tail.leaf:
-            found = [((), call.value, site.name)]
+        value = call.value
+        if type(value) is Tensor and not self.site.tail.leaf:
+            found = [((), value, self.site.name)]
         else:
-            found = self._inside(call.value)
+            found = self._inside(value)
         for leaf, tensor, name in found:
-            values.check_supported(tensor, name)
-            self.model._seen.setdefault((site.path, site.tail.port, leaf), (tensor.shape, tensor.dtype))
+            if type(tensor) is not Tensor or is_functorch_wrapped(tensor):
+                values.check_supported(tensor, name)
+            if not self.noted:
+                place = (self.site.path, self.site.tail.port, leaf)
+                self.model._seen.setdefault(place, (tensor.shape, tensor.dtype))
+        self.noted = True
         return found
 
     def _inside(self, value: Any) -> list[tuple[values.Leaf, Tensor, str]]:
@@ -76,7 +89,7 @@ class Listener:
 class FrameStart(Listener):
     """On the root: a forward pass begins."""
 
-    phase = Phase.BEFORE_EDIT
+    phase = BEFORE_EDIT
 
     def on(self, call: Call) -> None:
         """Count calls from zero again."""
@@ -88,20 +101,18 @@ class FrameStart(Listener):
 class FrameEnd(Listener):
     """On the root: a forward pass is complete."""
 
-    phase = Phase.AFTER_READ
+    phase = AFTER_READ
 
     def on(self, call: Call) -> None:
-        """Refuse a later backward pass that would recompute this one without its edits."""
-        fragile = [] if call.recomputed else list(frame_of(self.root).fragile)
-        if fragile:
-            for _, tensor in values.leaves(call.value):
-                _guard(tensor, fragile)
+        """Guard a later backward pass."""
+        if not call.recomputed:
+            guard_output(self.root, call.value)
 
 
 class GiveBack(Listener):
     """Beside every listener that may replace an argument: gives the tap an occasion to mend in-place changes."""
 
-    phase = Phase.AFTER_EDIT
+    phase = AFTER_EDIT
 
     def on(self, call: Call) -> None:
         """Nothing: `Tap` does it."""
@@ -114,7 +125,7 @@ class Editing(Listener):
         super().__init__(*args, **kwargs)
         self.hook = hook
         self.check_finite = check_finite
-        self.phase = Phase.BEFORE_EDIT if self.site.tail.port == "input" else Phase.AFTER_EDIT
+        self.phase = BEFORE_EDIT if self.site.tail.port == "input" else AFTER_EDIT
 
     def on(self, call: Call) -> None:
         """Run the hook on each tensor of the site."""
@@ -135,7 +146,7 @@ class Editing(Listener):
         new = changed_by(self.hook, self.hook.on_value, copy, point)
         if new is None:
             return value
-        values.check_replacement(new, value, self.hook.label, point.name)
+        values.check_replacement(new, value, self.hook, point.name)
         new = values.settled(new, value)
         if self.check_finite and not torch.isfinite(new).all() and torch.isfinite(value).all():
             raise NonFinite(
@@ -156,7 +167,7 @@ class TorchEditing(Editing):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.phase = Phase.BEFORE_EDIT if self.hook.before else Phase.AFTER_EDIT
+        self.phase = BEFORE_EDIT if self.hook.before else AFTER_EDIT
 
     def on(self, call: Call) -> None:
         """Call it as PyTorch would, with copies."""
@@ -176,7 +187,7 @@ class TorchEditing(Editing):
             old = originals[leaf]
             if new is old:
                 continue
-            values.check_replacement(new, old, self.hook.label, self.site.name)
+            values.check_replacement(new, old, self.hook, self.site.name)
             new = values.settled(new, old)
             call.replace(leaf, old, new)
             self._beware_of_checkpoint(call, new)
@@ -210,10 +221,10 @@ class TorchEditing(Editing):
 class Capturing(Listener):
     """Hands the values of a site to a cache, after all edits."""
 
-    def __init__(self, *args: Any, keep: Callable[[Capturing, Call, Tensor, values.Leaf, str], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, keep: Keep, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keep = keep
-        self.phase = Phase.BEFORE_READ if self.site.tail.port == "input" else Phase.AFTER_READ
+        self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
 
     def on(self, call: Call) -> None:
         """Keep each tensor of the site; a recomputed call repeats what was kept already."""
@@ -224,36 +235,41 @@ class Capturing(Listener):
             self.keep(self, call, value, leaf, name)
 
 
+Keep = Callable[[Capturing, Call, Tensor, values.Leaf, str], None]
+
+
 class Watching(Listener):
     """Hands the gradients at a site to a hook or a cache.
 
     The gradient is that of the value the rest of the model sees, over all paths: a tensor hook, never a module
     backward hook. Where the value does not require grad (a frozen model) a fresh leaf takes its place; where it is
-    also somebody else's value (an argument, an output that is the input) a copy does, so that only this site counts.
+    also somebody else's value (an argument, an output that is the input or an inner output) a copy does, so that only
+    this site counts.
     """
 
     def __init__(
         self,
         *args: Any,
+        hook: Hook,
         receive: Callable[[Tensor, HookPoint], Tensor | None],
-        enabled: Callable[[], bool],
         reads_last: bool,
         outlives_scope: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.receive = receive
-        self.enabled = enabled
+        self.hook = hook
         self.reads_last = reads_last
         self.outlives_scope = outlives_scope
-        self.phase = Phase.BEFORE_READ if self.site.tail.port == "input" else Phase.AFTER_READ
+        self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
+        self.groups: weakref.WeakSet[Watchers] = weakref.WeakSet()
         self.attached = False
         self.attached_in_forward = False
         self.without_grad = False
 
     def on(self, call: Call) -> None:
         """Hang a hook on each tensor of the site."""
-        if not self.enabled():
+        if not self.hook.enabled:
             return
         for leaf, value, name in self.tensors(call):
             watched = self._watchable(call, leaf, value, name)
@@ -261,10 +277,12 @@ class Watching(Listener):
                 # The graph of a non-reentrant recomputation is thrown away; the first one has the hook.
                 continue
             self.attached_in_forward = not call.recomputed
-            group = call.shared.setdefault((Watching, leaf), [])
-            if not group:
-                watched.register_hook(lambda grad, group=group: _deliver(group, grad))
-            group.append((self, self.point(call, name)))
+            group = call.shared.get((Watching, leaf))
+            if group is None:
+                group = call.shared[(Watching, leaf)] = Watchers()
+                watched.register_hook(group.deliver)
+            group.members.append((self, self.point(call, name)))
+            self.groups.add(group)
             self.attached = True
             for scope in current().scopes:
                 if scope.targets is not None:  # type: ignore[attr-defined]
@@ -282,29 +300,44 @@ class Watching(Listener):
         done = call.shared.get((Watching, leaf, "shown"))
         if done is not None:
             return done  # type: ignore[no-any-return]
-        shown = value
+        shown, watched = value, frame_of(self.root).watched
         if not value.requires_grad:
             shown = values.twin(values.twin(value.detach()).requires_grad_())
-        elif value.is_leaf or call.shares_memory_with_inputs(value):
+        elif value.is_leaf or id(value) in watched or call.shares_memory_with_inputs(value):
             shown = values.twin(value)
         if shown is not value:
             call.replace(leaf, value, shown)
+        watched.add(id(shown))
         call.shared[(Watching, leaf, "shown")] = shown
         return shown
 
+    def removed(self) -> None:
+        """Leave the graphs that outlast the scope: through their hooks they would keep the model alive."""
+        super().removed()
+        if not self.outlives_scope:
+            for group in self.groups:
+                group.members = [member for member in group.members if member[0] is not self]
+
     def deliver(self, grad: Tensor, point: HookPoint) -> Tensor | None:
-        """Pass a gradient on, unless the scope has ended."""
-        if not self.enabled() or (self.gone and not self.outlives_scope):
+        """Pass a gradient on."""
+        if not self.hook.enabled:
             return None
         self.fired += 1
         return self.receive(grad, point)
 
 
-def _deliver(group: list[tuple[Watching, HookPoint]], grad: Tensor) -> Tensor:
-    for listener, point in sorted(group, key=lambda pair: pair[0].reads_last):
-        new = listener.deliver(grad, point)
-        grad = grad if new is None else new
-    return grad
+class Watchers:
+    """All who watch one tensor's gradient: hooks first, in their order, then caches."""
+
+    def __init__(self) -> None:
+        self.members: list[tuple[Watching, HookPoint]] = []
+
+    def deliver(self, grad: Tensor) -> Tensor:
+        """What torch calls with the gradient."""
+        for listener, point in sorted(self.members, key=lambda member: member[0].reads_last):
+            new = listener.deliver(grad, point)
+            grad = grad if new is None else new
+        return grad
 
 
 def grad_receiver(hook: Hook) -> Callable[[Tensor, HookPoint], Tensor | None]:
@@ -317,7 +350,7 @@ def grad_receiver(hook: Hook) -> Callable[[Tensor, HookPoint], Tensor | None]:
         new = changed_by(hook, hook.on_grad, values.twin(grad), point)
         if new is None:
             return None
-        return values.settled(values.check_replacement(new, grad, hook.label, f"{point.name}_grad"), grad)
+        return values.settled(values.check_replacement(new, grad, hook, f"{point.name}_grad"), grad)
 
     return receive
 
@@ -344,19 +377,30 @@ def changed_by(hook: Hook, function: Callable[..., Any], copy: Tensor, point: Ho
 
 
 def call_hook(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's function; an error of its own says at which site it was."""
+    """Call a user's function with the model's hooks silent; an error of its own says at which site it was."""
+    token = stand_down()
     try:
-        return call_out(function, *args)
+        return function(*args)
     except BaseException as error:
         point: HookPoint = args[-1]
         call = "" if point.call in (0, None) else f", call {point.call}"
         error.add_note(f"raised by {hook.label} at site {point.name!r}{call}")
         raise
+    finally:
+        stand_up(token)
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     """Changes when a tensor is written to, or given other data."""
     return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def guard_output(root: nn.Module, output: Any) -> None:
+    """Refuse a backward pass from this output that would recompute the forward pass without its edits."""
+    frame = current().frames.get(id(root))
+    if frame is not None and frame.fragile:
+        for _, tensor in values.leaves(output):
+            _guard(tensor, list(frame.fragile))
 
 
 def _guard(tensor: Tensor, fragile: list[Any]) -> None:

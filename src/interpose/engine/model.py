@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class Model:
         self.tree = ModuleTree(module)
         self.root = self.tree.site("").module
         self._handles: list[Handle] = []
-        self._frames = ExitStack()
+        self._frames = frames(self, None)
         self._contexts: dict[str, dict[Any, Any]] = {}
         self._seen: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._calls_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -158,8 +157,8 @@ class Model:
     ) -> Any:
         """Run the model once with hooks and return its output. Backward hooks fire in any later backward pass of it."""
         everything = _all_hooks(hooks, fwd_hooks, bwd_hooks)
-        with Scope(self, everything, check_finite=check_finite, outlives_scope=True):
-            return self(*args, **kwargs)
+        with Scope(self, everything, check_finite=check_finite, single_run=True) as scope:
+            return scope.forward(lambda: self(*args, **kwargs))
 
     def run_with_cache(
         self,
@@ -259,23 +258,30 @@ class Model:
         if any(handle.hook is hook for handle in self._handles):
             raise ValueError(f"{hook.label} is on this model already; remove it first.")
         bindings = bind(self, hook, None)
-        stack = ExitStack()
-        with ExitStack() as building:
-            eager.hold()
-            building.callback(eager.release)
+
+        def take_off() -> None:
             for binding in bindings:
-                building.enter_context(binding.installed(first=prepend))
+                binding.remove()
             if not self._handles:
-                self._frames.enter_context(frames(self, None))
-            stack = building.pop_all()
+                self._frames.remove()
+            let_go()
 
         def release(handle: Handle) -> None:
             if handle in self._handles:
                 self._handles.remove(handle)
-                stack.close()
-                if not self._handles:
-                    self._frames.close()
+                take_off()
 
+        eager.hold()
+        # A model that is dropped with hooks on it lets go too.
+        let_go = weakref.finalize(self.root, eager.release)
+        try:
+            if not self._handles:
+                self._frames.install(first=True)
+            for binding in bindings:
+                binding.install(first=prepend)
+        except BaseException:
+            take_off()
+            raise
         directions = [binding.direction for binding in bindings]
         handle = Handle(
             hook,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from interpose.engine.hooks import Engine
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
 from interpose.sites.grammar import Tail
@@ -66,7 +67,7 @@ def scan(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     scope = Scope(model)
-    binding = Binding("the scan", "fwd", lambda: True)
+    binding = Binding(Engine("the scan"), "fwd")
     for path, module in model.tree.modules():
         for tail in (Tail(port="input"), Tail()):
             name = model.tree.spell(path, tail)

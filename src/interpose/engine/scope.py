@@ -6,14 +6,13 @@ whatever happens in between; and at the end a hook that never ran is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import GradientEdge
 
-from interpose.engine.hooks import Hook, TorchHook, skip
+from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import (
     Editing,
     FrameEnd,
@@ -23,6 +22,7 @@ from interpose.engine.listeners import (
     TorchEditing,
     Watching,
     grad_receiver,
+    guard_output,
 )
 from interpose.errors import NeverFired
 from interpose.sites.tree import Site
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 class Binding:
     """One hook (or cache) and the listeners that serve it, one or two per site."""
 
-    def __init__(self, label: str, direction: str, enabled: Callable[[], bool]) -> None:
-        self.label = label
+    def __init__(self, hook: Hook, direction: str) -> None:
+        self.hook = hook
         self.direction = direction
-        self.enabled = enabled
         self.listeners: list[Listener] = []
         self.skippers: list[tuple[Site, bypass.Skipper]] = []
         self.asked: list[tuple[Site, bool]] = []
@@ -50,30 +49,28 @@ class Binding:
 
     def silent(self) -> list[Listener | bypass.Skipper]:
         """What should have run and did not: each site named outright, or all of a pattern."""
-        if not self.enabled():
+        if not self.hook.enabled:
             return []
-        each = [x for x in self.listeners if not isinstance(x, GiveBack)]
-        skippers = [x for _, x in self.skippers]
+        everyone = [*self.listeners, *(skipper for _, skipper in self.skippers)]
+        silent = [x for x in everyone if not x.fired and not isinstance(x, GiveBack)]
         if all(outright for _, outright in self.asked):
-            return [x for x in (*each, *skippers) if not x.fired]
-        return [] if self.fired else [*each[:1], *skippers[:1]]
+            return silent
+        return [] if self.fired else silent[:1]
 
-    @contextmanager
-    def installed(self, *, first: bool = False) -> Iterator[None]:
-        """Listen while this lasts."""
-        with ExitStack() as stack:
-            for listener in self.listeners:
-                stack.callback(_gone, listener)
-                tap.listen(listener.site.module, listener.phase, listener, first=first)
-            for site, skipper in self.skippers:
-                stack.callback(bypass.unskip, site.module, skipper)
-                bypass.skip(site.module, skipper)
-            yield
+    def install(self, *, first: bool = False) -> None:
+        """Listen from now on."""
+        for listener in self.listeners:
+            tap.listen(listener.site.module, listener.phase, listener, first=first)
+        for site, skipper in self.skippers:
+            bypass.skip(site.module, skipper)
 
-
-def _gone(listener: Listener) -> None:
-    listener.gone = True
-    tap.unlisten(listener.site.module, listener.phase, listener)
+    def remove(self) -> None:
+        """Undo `install`, also one that failed half way."""
+        for listener in self.listeners:
+            tap.unlisten(listener.site.module, listener.phase, listener)
+            listener.removed()
+        for site, skipper in self.skippers:
+            bypass.unskip(site.module, skipper)
 
 
 def bind(
@@ -88,21 +85,21 @@ def bind(
     sites = model.tree.select(hook.sites)  # type: ignore[attr-defined]
     bindings = []
     for direction in hook.directions():
-        binding = Binding(hook.label, direction, lambda: hook.enabled)
+        binding = Binding(hook, direction)
         binding.asked = sites
         for site, outright in sites:
             about: dict[str, Any] = {"model": model, "site": site, "scope": scope, "outright": outright}
             if isinstance(hook, skip):
                 binding.skippers.append(
-                    (site, bypass.Skipper(scope=scope, enabled=binding.enabled, replacement=hook.replacement))
+                    (site, bypass.Skipper(scope=scope, hook=hook))
                 )
                 continue
             if direction == "bwd":
                 binding.listeners.append(
                     Watching(
                         **about,
+                        hook=hook,
                         receive=grad_receiver(hook),
-                        enabled=binding.enabled,
                         reads_last=False,
                         outlives_scope=outlives_scope,
                     )
@@ -110,28 +107,26 @@ def bind(
             else:
                 kind = TorchEditing if isinstance(hook, TorchHook) else Editing
                 binding.listeners.append(kind(**about, hook=hook, check_finite=check_finite))
-            if binding.listeners[-1].phase.before:
+            if tap.is_before(binding.listeners[-1].phase):
                 binding.listeners.append(GiveBack(**about))
         bindings.append(binding)
     return bindings
 
 
-@contextmanager
-def frames(model: Model, scope: Scope | None) -> Iterator[FrameStart]:
-    """Notice where forward passes of the root begin and end."""
+def frames(model: Model, scope: Scope | None) -> Binding:
+    """Notices where forward passes of the root begin and end."""
+    binding = Binding(Engine("the engine"), "fwd")
     site = model.tree.site("")
-    start = FrameStart(model, site, scope, outright=True)
-    end = FrameEnd(model, site, scope, outright=True)
-    with ExitStack() as stack:
-        stack.callback(_gone, start)
-        tap.listen(site.module, start.phase, start, first=True)
-        stack.callback(_gone, end)
-        tap.listen(site.module, end.phase, end)
-        yield start
+    binding.listeners = [kind(model, site, scope, outright=True) for kind in (FrameStart, FrameEnd)]
+    return binding
 
 
 class Scope:
-    """Hooks on a model, from ``__enter__`` to ``__exit__``, for the context that entered."""
+    """Hooks on a model, from ``__enter__`` to ``__exit__``, for the context that entered.
+
+    With ``single_run`` it lasts for one call of the model, made through `forward`: the beginning and end of that need no
+    hooks on the root, and gradient hooks stay live for the backward pass of what it returned.
+    """
 
     def __init__(
         self,
@@ -139,45 +134,60 @@ class Scope:
         hooks: Sequence[Hook] = (),
         *,
         check_finite: bool = False,
-        outlives_scope: bool = False,
+        single_run: bool = False,
     ) -> None:
         self.model = model
         self.around: tuple[object, ...] = ()
         self.stopped = False
         self.targets: list[GradientEdge] | None = None
         self.bindings: list[Binding] = []
-        self._stack = ExitStack()
-        self._frames: FrameStart | None = None
+        self._forwards = 0
+        self._frames = None if single_run else frames(model, self)
         for hook in hooks:
-            self.bindings += bind(
-                model, hook, self, check_finite=check_finite, outlives_scope=outlives_scope
-            )
+            self.bindings += bind(model, hook, self, check_finite=check_finite, outlives_scope=single_run)
 
     def __enter__(self) -> Scope:
-        with ExitStack() as stack:
-            eager.hold()
-            stack.callback(eager.release)
-            self._frames = stack.enter_context(frames(self.model, self))
+        self.around = context.current().scopes
+        eager.hold()
+        try:
+            if self._frames is not None:
+                self._frames.install(first=True)
             # Gradient watchers go first, so that a cache of live values keeps the value they put in.
             for binding in sorted(self.bindings, key=lambda b: b.direction != "bwd"):
-                stack.enter_context(binding.installed())
-            self.around = context.current().scopes
+                binding.install()
             context.enter(self, self.model.root)
-            stack.callback(context.leave, self)
-            self._stack = stack.pop_all()
+        except BaseException:
+            self._remove()
+            raise
         return self
+
+    def _remove(self) -> None:
+        """Take everything off, also after an entry that failed half way."""
+        context.leave(self)
+        for binding in self.bindings:
+            binding.remove()
+        if self._frames is not None:
+            self._frames.remove()
+        eager.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._remove()
         if kind is None and not self.stopped:
             self.verify()
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Make the one call of a single run."""
+        self._forwards += 1
+        output = call()
+        guard_output(self.model.root, output)
+        return output
 
     @property
     def forwards(self) -> int:
         """How many forward passes of the model began inside."""
-        return self._frames.fired if self._frames is not None else 0
+        return self._forwards if self._frames is None else self._frames.fired
 
     def verify(self) -> None:
         """Raise if a hook never ran."""
@@ -193,7 +203,7 @@ class Scope:
             site = next(site for site, skipper in binding.skippers if skipper is silent)
         else:
             site = silent.site
-        what = f"{binding.label} at {site.name!r} never fired"
+        what = f"{binding.hook.label} at {site.name!r} never fired"
         missed = 0 if isinstance(silent, bypass.Skipper) else silent.missed
         kind = type(site.module).__name__
         if missed:

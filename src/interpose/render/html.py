@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -9,15 +10,40 @@ from pathlib import Path
 _CELL = "padding:2px 10px 2px 0;text-align:left;font-variant-numeric:tabular-nums"
 
 
+class Markup(str):
+    """Text that is HTML already; a table puts it in as it is."""
+
+    __slots__ = ()
+
+
+def bar(share: float, text: str = "", *, colour: str = "#4c78a8", width: int = 120) -> Markup:
+    """A bar for a table cell, as long as a share of its full width, with a text after it."""
+    filled = round(width * min(max(share, 0.0), 1.0))
+    block = f"display:inline-block;height:0.8em;width:{filled}px;background:{colour};border-radius:2px"
+    gap = ";margin-right:6px" if text else ""
+    return Markup(f'<span style="{block}{gap}"></span>{escape(text)}')
+
+
+def image(png: bytes, *, width: int, alt: str = "") -> Markup:
+    """A picture inside the page itself, shown ``width`` pixels wide with sharp edges."""
+    data = b64encode(png).decode("ascii")
+    style = f"image-rendering:pixelated;width:{width}px;max-width:100%"
+    return Markup(f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" style="{style}">')
+
+
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", most: int = 200) -> str:
-    """A plain table; rows beyond ``most`` are counted, not shown."""
+    """A plain table; rows beyond ``most`` are counted, not shown. Cells are escaped, unless they are `Markup`."""
     cells = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows[:most]
+        "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in row) + "</tr>" for row in rows[:most]
     )
     heads = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
     more = f"<p>... {len(rows) - most} more</p>" if len(rows) > most else ""
     caption = f"<p><b>{escape(title)}</b></p>" if title else ""
     return f"<div>{caption}<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>{more}</div>"
+
+
+def _safe(cell: str) -> str:
+    return cell if isinstance(cell, Markup) else escape(cell)
 
 
 def page(title: str, *sections: str) -> str:

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._known: dict[str, Site] = {}
+        self._known: dict[str, tuple[Site, list[Any]]] = {}
         self._first: dict[int, str] = {}
         self._others: dict[str, list[str]] = {}
 
@@ -85,7 +86,7 @@ class ModuleTree:
             yield path, module
             if id(module) in above:
                 return
-            for name, child in module._modules.items():
+            for name, child in children_of(module).items():
                 if child is not None:
                     yield from below(f"{path}.{name}" if path else name, child, (*above, id(module)))
 
@@ -100,7 +101,7 @@ class ModuleTree:
         rest = path
         while rest:
             segment, _, after = rest.partition(".")
-            child = module._modules.get(segment)
+            child = children_of(module).get(segment)
             if child is None:
                 if segment in _TRANSPARENT or (segment == "module" and not used and module is not self.root):
                     rest = after
@@ -114,8 +115,8 @@ class ModuleTree:
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
         known = self._known.get(name)
-        if known is not None and self.walk(known.path)[0] is known.module:
-            return known
+        if known is not None and all(children.get(key) is child for children, key, child in known[1]):
+            return known[0]
         module, stem, rest = self.walk(name)
         tail: Tail | None = Tail()
         if rest:
@@ -125,8 +126,18 @@ class ModuleTree:
         path = self._first_name(stem, module)
         canonical = self.spell(path, tail)
         site = Site(name=name, canonical=canonical, stem=stem, path=path, tail=tail, module=module)
-        self._known[name] = site
+        self._known[name] = site, self._chain(stem)
         return site
+
+    def _chain(self, path: str) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
+        """The steps from the root to a module, to see later at little cost whether they still lead there."""
+        steps = []
+        children = children_of(_unwrapped(self.root))
+        for key in path.split(".") if path else ():
+            child = children.get(key)
+            steps.append((children, key, child))
+            children = children_of(_unwrapped(child)) if child is not None else {}
+        return steps
 
     def _first_name(self, path: str, module: nn.Module) -> str:
         first = self._first.get(id(module))
@@ -148,7 +159,7 @@ class ModuleTree:
         if path:
             return f"{path}{tail}"
         text = str(tail) if tail.port == "input" or tail.leaf else f".output{tail}"
-        return text if tail.port in _unwrapped(self.root)._modules else text.removeprefix(".")
+        return text if tail.port in children_of(_unwrapped(self.root)) else text.removeprefix(".")
 
     def _with_tail(
         self, module: nn.Module, path: str, rest: str
@@ -156,7 +167,7 @@ class ModuleTree:
         # `rest` starts with `input`/`output`, or with a last module segment that carries `#2` or `[0]`.
         cut = re.search(r"[#\[]", rest.partition(".")[0])
         if cut is not None and cut.start() > 0 and rest[: cut.start()] not in ("input", "output"):
-            child = module._modules.get(rest[: cut.start()])
+            child = children_of(module).get(rest[: cut.start()])
             if child is None:
                 return module, path, None
             segment = rest[: cut.start()]
@@ -237,7 +248,7 @@ class ModuleTree:
     def _explain(self, name: str) -> str:
         module, path, rest = self.walk(name)
         segment = re.split(r"[.#\[]", rest, maxsplit=1)[0]
-        children = list(module._modules)
+        children = list(children_of(module))
         where = f"{path!r}" if path else self.label
         lines = [f"no site {name!r} in {self.label}."]
         if children and all(child.isdigit() for child in children):
@@ -260,7 +271,7 @@ class ModuleTree:
             segment, _, after = rest.partition(".")
             if not segment or self._resolves(text):
                 break
-            near = difflib.get_close_matches(segment, [*module._modules, "input", "output"], n=1)
+            near = difflib.get_close_matches(segment, [*children_of(module), "input", "output"], n=1)
             if not near or near[0] == segment:
                 break
             text = ".".join(part for part in (path, near[0], after) if part)
@@ -284,10 +295,15 @@ def several_tensors(site: Site, leaves: list[tuple[Key, ...]]) -> AmbiguousSite:
     )
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's parts by name. TorchScript runs outside Python, so nothing below it can be hooked."""
+    return {} if isinstance(module, torch.jit.ScriptModule) else module._modules
+
+
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The module inside wrappers that only forward calls."""
     while True:
-        children = module._modules
+        children = children_of(module)
         inner = None
         if not _TRANSPARENT.isdisjoint(children):
             inner = next(children[name] for name in children if name in _TRANSPARENT)

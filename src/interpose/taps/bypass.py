@@ -19,18 +19,18 @@ from interpose.taps.context import current
 class Skipper:
     """One wish to skip a module."""
 
-    def __init__(self, *, scope: object | None, enabled: Callable[[], bool], replacement: Any) -> None:
+    def __init__(self, *, scope: object | None, hook: Any) -> None:
         self.scope = scope
-        self.enabled = enabled
-        self.replacement = replacement
+        self.hook = hook
         self.fired = 0
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns instead; tensors are copied, since the model may change them in place."""
         self.fired += 1
-        if callable(self.replacement) and not isinstance(self.replacement, Tensor):
-            return self.replacement(*args, **kwargs)
-        return values.mapped(self.replacement, Tensor.clone)
+        replacement = self.hook.replacement
+        if callable(replacement) and not isinstance(replacement, Tensor):
+            return replacement(*args, **kwargs)
+        return values.mapped(replacement, Tensor.clone)
 
 
 class Bypass:
@@ -53,7 +53,7 @@ class Bypass:
         here = current()
         for skipper in reversed(self.skippers):
             inside = not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
-            if inside and skipper.enabled():
+            if inside and skipper.hook.enabled:
                 return skipper.output(args, kwargs)
         return self.original(*args, **kwargs)
 

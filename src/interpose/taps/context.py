@@ -11,8 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,68 +23,72 @@ class Frame:
     """One forward pass of one root module.
 
     ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module. ``fragile``: listeners whose
-    edits a checkpoint will have to repeat in the backward pass.
+    edits a checkpoint will have to repeat in the backward pass. ``watched``: tensors whose gradient a site has.
     """
 
-    __slots__ = ("counts", "fragile", "lent")
+    __slots__ = ("counts", "fragile", "lent", "watched")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.lent: dict[int, list[Any]] = {}
         self.fragile: list[Any] = []
+        self.watched: set[int] = set()
 
 
-class Context(NamedTuple):
-    """What this thread or task is inside of."""
+class Context:
+    """What this thread or task is inside of. Never changed: a new one takes its place."""
 
-    scopes: tuple[object, ...] = ()
-    standing_down: bool = False
-    frames: Mapping[int, Frame] = MappingProxyType({})
+    __slots__ = ("frames", "scopes", "standing_down")
 
+    def __init__(
+        self, scopes: tuple[object, ...] = (), frames: Mapping[int, Frame] | None = None, *, standing_down: bool = False
+    ) -> None:
+        self.scopes = scopes
+        self.frames = frames or {}
+        self.standing_down = standing_down
 
-_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("interpose", default=Context())
 
 _STANDING_DOWN = Context(standing_down=True)
+_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("interpose", default=Context())
 
 current = _CONTEXT.get
+graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 def enter(scope: object, root: object) -> None:
     """Let a scope hear the calls made from here on."""
     here = current()
     frames = {key: frame for key, frame in here.frames.items() if key != id(root)}
-    _CONTEXT.set(here._replace(scopes=(*here.scopes, scope), frames=frames))
+    _CONTEXT.set(Context((*here.scopes, scope), frames, standing_down=here.standing_down))
 
 
 def leave(scope: object) -> None:
     """Undo `enter`, in whatever order scopes end."""
     here = current()
-    _CONTEXT.set(here._replace(scopes=tuple(s for s in here.scopes if s is not scope)))
+    scopes = tuple(other for other in here.scopes if other is not scope)
+    _CONTEXT.set(Context(scopes, here.frames if scopes else None, standing_down=here.standing_down))
 
 
-def new_frame(root: object) -> None:
+def new_frame(root: object) -> Frame:
     """A forward pass of this root begins."""
     here = current()
-    _CONTEXT.set(here._replace(frames={**here.frames, id(root): Frame()}))
+    frame = Frame()
+    _CONTEXT.set(Context(here.scopes, {**here.frames, id(root): frame}, standing_down=here.standing_down))
+    return frame
 
 
 def frame_of(root: object) -> Frame:
     """The forward pass under way, or a new one when a part of a model is called on its own."""
-    here = current()
-    frame = here.frames.get(id(root))
-    if frame is None:
-        frame = Frame()
-        _CONTEXT.set(here._replace(frames={**here.frames, id(root): frame}))
-    return frame
+    return current().frames.get(id(root)) or new_frame(root)
 
 
-def call_out(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's function: what it calls in the model is not hooked, unless it opens a scope itself."""
-    token = _CONTEXT.set(_STANDING_DOWN)
-    try:
-        return function(*args)
-    finally:
-        _CONTEXT.reset(token)
+def stand_down() -> contextvars.Token[Context]:
+    """Before a user's function: what it calls in the model is not hooked, unless it opens a scope itself."""
+    return _CONTEXT.set(_STANDING_DOWN)
+
+
+stand_up = _CONTEXT.reset
+"""After it: as before."""
 
 
 def in_scope(function: Callable[P, R]) -> Callable[P, R]:
@@ -106,11 +109,6 @@ def in_scope(function: Callable[P, R]) -> Callable[P, R]:
         return snapshot.copy().run(function, *args, **kwargs)
 
     return run
-
-
-def recomputing() -> bool:
-    """Whether this call happens inside a backward pass, that is, repeats a checkpointed forward."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
 
 
 def in_autograd_thread() -> bool:

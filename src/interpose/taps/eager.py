@@ -22,8 +22,7 @@ def hold() -> None:
     global _holders, _stance
     with _LOCK:
         _holders += 1
-        # Without dynamo nothing is compiled, and importing it would take seconds.
-        if _stance is None and "torch._dynamo" in sys.modules:
+        if _stance is None and _anything_compiled():
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
 
@@ -36,3 +35,10 @@ def release() -> None:
         if _holders == 0 and _stance is not None:
             _stance.__exit__(None, None, None)
             _stance = None
+
+
+def _anything_compiled() -> bool:
+    """Whether `torch.compile` was used in this process. Asking costs nothing; setting a stance does."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    # `cached_backends` fills with the first compile (torch 2.6 to 2.13); without it, assume the worst.
+    return frames is not None and bool(getattr(frames, "cached_backends", True))

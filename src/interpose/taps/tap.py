@@ -10,7 +10,6 @@ phases are appended, so reads see what the rest of the model will see, after for
 from __future__ import annotations
 
 import contextlib
-import enum
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -23,33 +22,33 @@ from torch.utils.hooks import RemovableHandle
 
 from interpose.errors import GradientError, Unsupported
 from interpose.taps import values
-from interpose.taps.context import current, frame_of, in_autograd_thread, recomputing
+from interpose.taps.context import current, frame_of, graph_task, in_autograd_thread
 
 
-class Phase(enum.IntEnum):
-    """When, around a module's forward, a tap is called."""
+BEFORE_EDIT, BEFORE_READ, AFTER_EDIT, AFTER_READ = range(4)
+"""The phases of a module call, in order; the values of the first two are its arguments, of the others its output."""
 
-    BEFORE_EDIT = 0
-    BEFORE_READ = 1
-    AFTER_EDIT = 2
-    AFTER_READ = 3
 
-    @property
-    def before(self) -> bool:
-        """Whether the values are the module's arguments rather than what it returned."""
-        return self < Phase.AFTER_EDIT
+def is_before(phase: int) -> bool:
+    """Whether a phase comes before the module's forward."""
+    return phase < AFTER_EDIT
 
 
 class Call:
-    """One call of a module as its listeners see it: the values, which they may replace."""
+    """One call of a module as its listeners see it: the values, which they may replace.
 
-    __slots__ = ("changed", "index", "inputs", "lent", "module", "recomputed", "shared", "value")
+    ``inputs`` is None before the forward. ``lent`` are arguments that were replaced. ``shared`` is for listeners that
+    do one thing together, such as keeping one copy of a value.
+    """
 
-    def __init__(self, module: nn.Module, value: Any, inputs: Any, recomputed: bool) -> None:
+    __slots__ = ("changed", "index", "inputs", "lent", "module", "recomputed", "root", "shared", "value")
+
+    def __init__(self, module: nn.Module, value: Any, inputs: Any, recomputed: bool, root: nn.Module) -> None:
         self.module = module
         self.value = value
         self.inputs = inputs
         self.recomputed = recomputed
+        self.root = root
         self.index: int | None = None
         self.changed = False
         self.lent: list[tuple[Tensor, Tensor, int]] = []
@@ -88,10 +87,11 @@ class Listener(Protocol):
 class Tap:
     """A torch hook that hands calls to listeners. Copies and pickles of the module get an inert one."""
 
-    __slots__ = ("handle", "listeners", "phase")
+    __slots__ = ("before", "handle", "listeners", "phase")
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: int) -> None:
         self.phase = phase
+        self.before = is_before(phase)
         self.listeners: tuple[Listener, ...] = ()
         self.handle: RemovableHandle | None = None
 
@@ -100,79 +100,85 @@ class Tap:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        if len(rest) != (1 if self.phase.before else 2):
+        if len(rest) != (1 if self.before else 2):
             # Another thread is registering this very hook: torch writes it before its with_kwargs flag.
             return None
-        again = recomputing()
-        heard = self._heard(again)
-        if not heard:
-            for listener in self.listeners:
+        again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
+        here = current()
+        scopes, silent = here.scopes, here.standing_down
+        anyone = again and in_autograd_thread() and self._may_not_know_whose()
+        call = None
+        for listener in self.listeners:
+            scope = listener.scope
+            if not (anyone or (scope in scopes if scope is not None else not silent)):
                 listener.missed += 1
+                continue
+            if call is None:
+                call = self._call(module, args, rest, again, listener.root)
+            if again:
+                call.index = _recomputed_index(listener, module)
+            else:
+                counts = frame_of(listener.root).counts
+                call.index = index = counts.get(id(listener), 0)
+                counts[id(listener)] = index + 1
+                if index >= listener.most_calls:
+                    listener.most_calls = index + 1
+            if listener.call is None or listener.call == call.index:
+                listener.on(call)
+        if call is None:
             return None
-        if getattr(module, "_is_replica", False):
+        if call.lent:
+            frame_of(call.root).lent.setdefault(id(module), []).extend(call.lent)
+        if not call.changed:
+            return None
+        return given_arguments(module, args, rest[0], call.value) if self.before else call.value
+
+    def _call(self, module: nn.Module, args: Any, rest: Any, again: bool, root: nn.Module) -> Call:
+        if "_is_replica" in module.__dict__:
             raise Unsupported(
                 "hooks do not work inside nn.DataParallel, whose replicas run in threads of their own. "
                 "Use DistributedDataParallel, or wrap the module before replicating it."
             )
-        if self.phase.before:
-            call = Call(module, named_arguments(module, args, rest[0]), None, again)
-        else:
-            call = Call(module, rest[1], (args, rest[0]), again)
-        if self.phase is Phase.AFTER_EDIT:
-            _give_back(call, frame_of(heard[0].root).lent.pop(id(module), ()))
-        for listener in heard:
-            if self._concerns(listener, call):
-                listener.on(call)
-        if call.lent:
-            frame_of(heard[0].root).lent.setdefault(id(module), []).extend(call.lent)
-        if not call.changed:
-            return None
-        return given_arguments(module, args, rest[0], call.value) if self.phase.before else call.value
+        if self.before:
+            return Call(module, named_arguments(module, args, rest[0]), None, again, root)
+        call = Call(module, rest[1], (args, rest[0]), again, root)
+        if self.phase == AFTER_EDIT:
+            lent = frame_of(root).lent.pop(id(module), None)
+            if lent is not None:
+                _give_back(call, lent)
+        return call
 
-    def _heard(self, again: bool) -> Sequence[Listener]:
-        """The listeners that this call is for."""
-        if again and in_autograd_thread():
-            return self._live()
-        here = current()
-        scopes, silent = here.scopes, here.standing_down
-        return [x for x in self.listeners if (x.scope in scopes if x.scope is not None else not silent)]
-
-    def _live(self) -> Sequence[Listener]:
-        """All listeners, if their scopes are nested in one another: autograd's threads cannot tell whose call it is."""
-        scopes = {id(x.scope): x.scope for x in self.listeners if x.scope is not None}
+    def _may_not_know_whose(self) -> bool:
+        """Autograd's threads cannot tell whose call it is: fine while all scopes here are nested in one another."""
+        scopes: dict[int, Any] = {id(x.scope): x.scope for x in self.listeners if x.scope is not None}
         if len(scopes) > 1:
-            innermost = max(scopes.values(), key=lambda scope: len(scope.around))  # type: ignore[union-attr]
-            around = {id(scope) for scope in innermost.around} | {id(innermost)}  # type: ignore[union-attr]
-            if not around.issuperset(scopes):
+            innermost = max(scopes.values(), key=lambda scope: len(scope.around))
+            if not {id(scope) for scope in (*innermost.around, innermost)}.issuperset(scopes):
                 raise GradientError(
                     "a checkpointed part of the model is recomputed in an autograd thread while several threads have "
                     "hooks on it: whose call this is cannot be known. Let one thread train at a time, or turn "
                     "activation checkpointing off."
                 )
-        return self.listeners
+        return True
 
-    def _concerns(self, listener: Listener, call: Call) -> bool:
-        """Count the call, and decide whether it is the one a listener asked for (`cell#2`)."""
-        if call.recomputed:
-            call.index = 0 if listener.most_calls <= 1 else None
-            if listener.call is not None and call.index is None:
-                raise GradientError(
-                    f"{type(call.module).__name__} is called {listener.most_calls} times under activation "
-                    f"checkpointing; which call is being recomputed cannot be known, so call #{listener.call} cannot "
-                    "be hooked. Hook all its calls, or turn checkpointing off."
-                )
-        else:
-            counts = frame_of(listener.root).counts
-            call.index = counts.get(id(listener), 0)
-            counts[id(listener)] = call.index + 1
-            listener.most_calls = max(listener.most_calls, call.index + 1)
-        return listener.call is None or call.index in (listener.call, None)
+
+def _recomputed_index(listener: Listener, module: nn.Module) -> int | None:
+    """Which call of a module a checkpoint repeats: known only if there was one."""
+    if listener.most_calls <= 1:
+        return 0
+    if listener.call is not None:
+        raise GradientError(
+            f"{type(module).__name__} is called {listener.most_calls} times under activation checkpointing; which call is "
+            f"being recomputed cannot be known, so call #{listener.call} cannot be hooked. Hook all its calls, or turn "
+            "checkpointing off."
+        )
+    return None
 
 
 _LOCK = threading.RLock()
 
 
-def listen(module: nn.Module, phase: Phase, listener: Listener, *, first: bool = False) -> None:
+def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = False) -> None:
     """Let a listener hear a module's calls."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unsupported(
@@ -183,13 +189,15 @@ def listen(module: nn.Module, phase: Phase, listener: Listener, *, first: bool =
         tap = _find(module, phase)
         if tap is None:
             tap = Tap(phase)
-            register = module.register_forward_pre_hook if phase.before else module.register_forward_hook
-            prepend = phase in (Phase.BEFORE_EDIT, Phase.AFTER_EDIT)
+            tap.listeners = (listener,)
+            register = module.register_forward_pre_hook if is_before(phase) else module.register_forward_hook
+            prepend = phase in (BEFORE_EDIT, AFTER_EDIT)
             tap.handle = register(tap, prepend=prepend, with_kwargs=True)
-        tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
+        else:
+            tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
 
 
-def unlisten(module: nn.Module, phase: Phase, listener: Listener) -> None:
+def unlisten(module: nn.Module, phase: int, listener: Listener) -> None:
     """Undo `listen`; the last listener takes the torch hook with it."""
     with _LOCK:
         tap = _find(module, phase)
@@ -200,10 +208,10 @@ def unlisten(module: nn.Module, phase: Phase, listener: Listener) -> None:
             tap.handle.remove()
 
 
-def _find(module: nn.Module, phase: Phase) -> Tap | None:
-    hooks = module._forward_pre_hooks if phase.before else module._forward_hooks
+def _find(module: nn.Module, phase: int) -> Tap | None:
+    hooks = module._forward_pre_hooks if is_before(phase) else module._forward_hooks
     for hook in hooks.values():
-        if type(hook) is Tap and hook.phase is phase:
+        if type(hook) is Tap and hook.phase == phase:
             return hook
     return None
 

@@ -105,6 +105,8 @@ def _step(value: Any, key: Key) -> Any:
 
 def twin(value: Tensor) -> Tensor:
     """A copy with the same strides, so that the kernels after it take the same path."""
+    if value.is_contiguous() and not torch.is_inference_mode_enabled():
+        return value.clone()
     return _same_layout(value, value)
 
 
@@ -156,16 +158,23 @@ def check_supported(value: Tensor, name: str) -> None:
             f"{name!r} was reached inside torch.func (vmap, grad, jvp): its value has no meaning outside. "
             "Call the model directly on a batch instead."
         )
-    if hasattr(value, "full_tensor"):
+    if type(value) is not Tensor and hasattr(value, "full_tensor"):
         raise Unsupported(
             f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is whole, "
             "or run the model unsharded."
         )
 
 
-def check_replacement(new: Any, value: Tensor, who: str, name: str) -> Tensor:
+def check_replacement(new: Any, value: Tensor, hook: Any, name: str) -> Tensor:
     """Refuse a replacement that the model could not take, and say what it needs."""
-    there = f"{who} at {name!r}"
+    if (
+        isinstance(new, Tensor)
+        and new.shape == value.shape
+        and new.device == value.device
+        and (new.dtype == value.dtype or _kind(new) == _kind(value))
+    ):
+        return new
+    there = f"{hook.label} at {name!r}"
     if not isinstance(new, Tensor):
         raise EditShapeError(
             f"{there} returned a {type(new).__name__}; the value is a tensor of shape {tuple(value.shape)}. "
@@ -181,12 +190,10 @@ def check_replacement(new: Any, value: Tensor, who: str, name: str) -> Tensor:
             f"{there} returned {new.dtype}; the model needs {value.dtype}, and {_kind(new)} does not stand "
             f"for {_kind(value)}. Convert it with .to({value.dtype})."
         )
-    if new.device != value.device:
-        raise EditShapeError(
-            f"{there} returned a tensor on {new.device}; the value is on {value.device}. "
-            "Move it with .to(value.device)."
-        )
-    return new
+    raise EditShapeError(
+        f"{there} returned a tensor on {new.device}; the value is on {value.device}. "
+        "Move it with .to(value.device)."
+    )
 
 
 def _kind(value: Tensor) -> str:

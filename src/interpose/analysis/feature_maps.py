@@ -1,0 +1,162 @@
+"""What the channels of a convolution see in one picture: a grid of small images per site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.engine.model import Model
+from interpose.errors import SiteNotFound
+from interpose.render import colours, png
+from interpose.render.html import Markup, image, page, write
+from interpose.sites.tree import Filter
+
+_CONSTANT = (160, 160, 160)
+_GAP = (255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grid:
+    """The maps of one site: ``values`` is [channel, height, width], ``channels`` their numbers."""
+
+    site: str
+    channels: tuple[int, ...]
+    values: Tensor
+    columns: int
+
+    def pixels(self) -> Tensor:
+        """RGB bytes [height, width, 3]: each channel over its own range, one-pixel gaps."""
+        count, height, width = self.values.shape
+        columns = min(self.columns, count)
+        lines = -(-count // columns)
+        canvas = torch.tensor(_GAP, dtype=torch.uint8).repeat(
+            lines * (height + 1) - 1, columns * (width + 1) - 1, 1
+        )
+        palette = torch.tensor(colours.table(colours.sequential), dtype=torch.uint8)
+        for place, values in enumerate(self.values):
+            top, left = place // columns * (height + 1), place % columns * (width + 1)
+            low, high = values.min(), values.max()
+            if bool(torch.isfinite(high - low)) and bool(high > low):
+                tile = palette[((values - low) / (high - low) * 255).round().long()]
+            else:
+                tile = torch.tensor(_CONSTANT, dtype=torch.uint8)
+            canvas[top : top + height, left : left + width] = tile
+        return canvas
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class FeatureMaps:
+    """Feature maps by site: pictures in a notebook, and as PNG or HTML on disk."""
+
+    grids: tuple[Grid, ...]
+
+    def __getitem__(self, site: str) -> Grid:
+        for grid in self.grids:
+            if grid.site == site:
+                return grid
+        there = ", ".join(repr(grid.site) for grid in self.grids)
+        raise SiteNotFound(f"no feature maps of {site!r}. There are: {there}.")
+
+    def png(self, site: str) -> bytes:
+        """The grid of one site as a PNG file, one pixel per element."""
+        return png.encode(self[site].pixels().numpy())
+
+    def html(self) -> Markup:
+        """All grids as pictures in the page, enlarged with sharp edges."""
+        parts = []
+        for grid in self.grids:
+            count, height, width = grid.values.shape
+            enlarged = grid.pixels().shape[1] * max(1, 48 // width)
+            picture = image(self.png(grid.site), width=enlarged, alt=f"feature maps of {grid.site}")
+            caption = f"<b>{escape(grid.site)}</b>: {count} channels of {height} x {width}"
+            parts.append(f"<div><p>{caption}</p>{picture}</div>")
+        return Markup("".join(parts))
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def __repr__(self) -> str:
+        sizes = (f"{grid.site} {tuple(grid.values.shape)}" for grid in self.grids)
+        return f"FeatureMaps({', '.join(sizes)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers behind the pictures, as plain lists."""
+        return {
+            grid.site: {"channels": list(grid.channels), "values": grid.values.tolist()}
+            for grid in self.grids
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write a picture (``x.png``, all sites one above the other) or a page (``x.html``)."""
+        path = Path(path)
+        if path.suffix == ".html":
+            return write(path, page("Feature maps", self.html()))
+        if path.suffix == ".png":
+            path.write_bytes(png.encode(_stacked([grid.pixels() for grid in self.grids]).numpy()))
+            return path
+        raise ValueError(f"save writes .png or .html; got {str(path)!r}.")
+
+
+def feature_maps(
+    model: Model,
+    inputs: Any,
+    sites: Filter,
+    *,
+    example: int = 0,
+    channels: Sequence[int] | None = None,
+    columns: int = 8,
+) -> FeatureMaps:
+    """Pictures of what each channel of a convolutional layer makes of one example.
+
+    Example:
+        ``ip.feature_maps(model, images, ["conv1", "conv2"]).save("maps.png")``
+
+    Args:
+        model: the model, run once without gradients in the mode (train or eval) it is in.
+        inputs: what it takes: a tensor, a tuple of arguments, or a dictionary of keywords.
+        sites: where; the values must be [batch, channel, height, width].
+        example: which element of the batch to show.
+        channels: which channels; None for all.
+        columns: how many maps stand side by side.
+    """
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    with torch.no_grad():
+        _, cache = model.run_with_cache(*args, names_filter=sites, clone=False, **kwargs)
+    flat = {name: tuple(value.shape) for name, value in cache.items() if value.ndim != 4}
+    if flat:
+        raise ValueError(_not_maps(flat, [name for name in cache if name not in flat]))
+    grids = []
+    for name, value in cache.items():
+        wanted = tuple(range(value.shape[1])) if channels is None else tuple(channels)
+        maps = value[example, list(wanted)].to("cpu", torch.float32, copy=True)
+        grids.append(Grid(site=name, channels=wanted, values=maps, columns=columns))
+    return FeatureMaps(tuple(grids))
+
+
+def _not_maps(flat: Mapping[str, tuple[int, ...]], maps: Sequence[str]) -> str:
+    site, shape = next(iter(flat.items()))
+    hint = "name a convolution, a pooling or an activation after one   (list them: model.sites)"
+    if maps:
+        hint = f"of the sites asked for, these have maps: {', '.join(map(repr, maps))}"
+    need = "feature maps need values of shape [batch, channel, height, width]"
+    return f"{need}; {site!r} is {shape}.\n  {hint}"
+
+
+def _stacked(pictures: Sequence[Tensor]) -> Tensor:
+    """Pictures one above the other, filled up with white on the right, four lines apart."""
+    width = max(picture.shape[1] for picture in pictures)
+    lines: list[Tensor] = []
+    for picture in pictures:
+        if lines:
+            lines.append(torch.full((4, width, 3), 255, dtype=torch.uint8))
+        wide = torch.full((picture.shape[0], width, 3), 255, dtype=torch.uint8)
+        wide[:, : picture.shape[1]] = picture
+        lines.append(wide)
+    return torch.cat(lines)

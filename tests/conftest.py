@@ -1,0 +1,22 @@
+"""What several tests share: seeds, and a check that nothing of ours is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from interpose.taps import context, eager
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_clean() -> Iterator[None]:
+    """Same numbers in every order of tests; no scope and no stance may outlive a test."""
+    torch.manual_seed(0)
+    yield
+    scopes, holders = context.current().scopes, eager._holders
+    context._CONTEXT.set(context.Context())
+    eager._holders = 0  # one failing test must not fail the others
+    assert scopes == ()
+    assert holders == 0
