@@ -1,8 +1,9 @@
 """Random programs of hooks, scopes and failures, against a small interpreter that knows no hooks.
 
-A program is plain data. `Machine` runs it on interpose; `Interpreter` predicts, with numpy arrays in boxes and nothing
-of interpose or torch, every value that a hook sees, every cache, every output and every error. Both write down what
-they observe, and the two lists must be equal, bit for bit.
+A program is plain data. `Machine` runs it on interpose; `Interpreter` predicts, with numpy arrays
+in boxes and nothing of interpose's machinery, every value that a hook sees, every cache, every
+output and every error. Both write down what they observe, and the two lists must be equal, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from interpose.engine import listeners as engine_listeners
 from interpose.engine import scope as engine_scope
 from interpose.taps import context, eager, tap
 
-PROGRAMS = 2_200
+PROGRAMS = 4_000
 
 # What a program is made of. Nothing here knows how it is run.
 
 
 @dataclass(eq=False)
 class Spec:
-    """A module: its kind, its numbers and its children. A spec in two places is one shared module."""
+    """A module: its kind, numbers and children. A spec in two places is one shared module."""
 
     kind: str
     uid: int
@@ -307,7 +308,8 @@ class Spare(Part):
 KINDS: dict[str, type[Part]] = {
     cls.__name__: cls
     for cls in (
-        Affine, InPlace, Same, Chain, Residual, Repeat, Twice, Pair, Join, Shifted, Keyword, Branch, Spare,
+        Affine, InPlace, Same, Chain, Residual, Repeat, Twice, Pair, Join, Shifted, Keyword, Branch,
+        Spare,
     )
 }  # fmt: skip
 
@@ -337,7 +339,7 @@ class Box:
 
 
 class Predicted(BaseException):
-    """An error that the program must raise: an object, or a type (with a text that must be in it)."""
+    """An error that the program must raise: an object, or a type (and what its text says)."""
 
     def __init__(self, error: BaseException | type[BaseException], text: str = "") -> None:
         self.error = error
@@ -403,7 +405,9 @@ class Capture:
 
     places: list[Place]
     waiting: set[str] | None
-    kept: list[tuple[Place, str, int, tuple[int | str, ...], np.ndarray]] = field(default_factory=list)
+    kept: list[tuple[Place, str, int, tuple[int | str, ...], np.ndarray]] = field(
+        default_factory=list
+    )
     fired: Counter[str] = field(default_factory=Counter)
 
     def cache(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -469,7 +473,9 @@ class Interpreter:
             if wanted.stem not in self.paths:
                 raise Predicted(ip.SiteNotFound)
             uid = self.paths[wanted.stem]
-            return [Place(wanted.text, wanted.stem, uid, wanted.call, wanted.port, wanted.leaf, True)]
+            return [
+                Place(wanted.text, wanted.stem, uid, wanted.call, wanted.port, wanted.leaf, True)
+            ]
         if isinstance(wanted, Glob):
             pattern = wanted.pattern.split(".")
             hits = [
@@ -525,7 +531,9 @@ class Interpreter:
 
     def forward(self) -> Any:
         self.counts = Counter()
-        return self.call(self.program.tree, {"x": Box(np.array(self.program.start))}, positional=True)
+        return self.call(
+            self.program.tree, {"x": Box(np.array(self.program.start))}, positional=True
+        )
 
     def call(self, spec: Spec, given: dict[str, Box], *, positional: bool) -> Any:
         index = self.counts[spec.uid]
@@ -838,7 +846,9 @@ class Machine:
         for uid, part in self.parts.items():
             for before in (True, False):
                 hooks = part._forward_pre_hooks if before else part._forward_hooks
-                mine = [hook for spec, hook in self.foreign if (spec.uid, spec.before) == (uid, before)]
+                mine = [
+                    hook for spec, hook in self.foreign if (spec.uid, spec.before) == (uid, before)
+                ]
                 assert list(hooks.values()) == mine, "hooks were left, or foreign ones were lost"
             for name, value in vars(part).items():
                 if name.endswith(("_with_kwargs", "_always_called")) or "backward" in name:
@@ -850,7 +860,9 @@ class Machine:
             for step in body:
                 self.step(step)
         except ip.InterposeError as error:
-            found = re.match(r"(the cache|hook '[^']*')(?: \(.*?\))? (at '.*?') never fired", str(error))
+            found = re.match(
+                r"(the cache|hook '[^']*')(?: \(.*?\))? (at '.*?') never fired", str(error)
+            )
             text = " ".join(found.groups()) if found else ""
             self.seen.append(("raised", type(error), text))
         except (RuntimeError, KeyboardInterrupt, StopIteration) as error:
@@ -1031,8 +1043,8 @@ class Writer:
 
     NAMES = ("a", "b", "conv", "fc", "conv1", "0", "1", "act")
     ACTS = (
-        "look", "same", "clone", "return", "in place", "in place, returned", "both", "first element",
-        "expanded", "kept", "return", "in place",
+        "look", "same", "clone", "return", "in place", "in place, returned", "both",
+        "first element", "expanded", "kept", "return", "in place",
     )  # fmt: skip
     NUMBERS = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 3.0)
 
@@ -1082,7 +1094,11 @@ class Writer:
     def node(self, depth: int, roots: bool = False) -> Spec:
         if self.done and self.chance(12) and not roots:
             return self.rng.choice(self.done)
-        made = self.leaf() if depth <= 0 or (self.chance(30) and not roots) else self.inner(depth, roots)
+        made = (
+            self.leaf()
+            if depth <= 0 or (self.chance(30) and not roots)
+            else self.inner(depth, roots)
+        )
         if made.kind != "Pair":
             self.done.append(made)
         return made
@@ -1099,10 +1115,14 @@ class Writer:
             shared = self.node(depth - 1)
             return self.spec("Twice", ("one", shared), ("two", shared))
         if kind in ("Join", "Pair"):
-            pair = self.spec("Pair", ("left", self.node(depth - 1)), ("right", self.node(depth - 2)))
+            pair = self.spec(
+                "Pair", ("left", self.node(depth - 1)), ("right", self.node(depth - 2))
+            )
             return pair if kind == "Pair" else self.spec("Join", ("pair", pair))
         if kind == "Keyword":
-            return self.spec("Keyword", ("inner", self.spec("Shifted", ("body", self.node(depth - 1)))))
+            return self.spec(
+                "Keyword", ("inner", self.spec("Shifted", ("body", self.node(depth - 1))))
+            )
         return self.spec(kind, ("body" if kind != "Spare" else "spare", self.node(depth - 1)))
 
     # Filters.
@@ -1185,7 +1205,9 @@ class Writer:
             act = "wrong shape"
         if error is None and self.chance(4):
             act = "call the model"
-        made = HookSpec(f"h{self.labels}", self.where(), act, self.rng.choice(self.NUMBERS), error=error)
+        made = HookSpec(
+            f"h{self.labels}", self.where(), act, self.rng.choice(self.NUMBERS), error=error
+        )
         forms = ["function", "function", "controller"] + ["detector"] * (act == "look")
         made.form = form or self.rng.choice(forms)
         return made
@@ -1204,7 +1226,9 @@ class Writer:
             return Bare()
         if kind <= 2:
             return WithHooks(hooks)
-        return WithCache(self.where(), hooks if self.chance(60) or extra else [], stop=self.chance(30))
+        return WithCache(
+            self.where(), hooks if self.chance(60) or extra else [], stop=self.chance(30)
+        )
 
     def step(self, depth: int) -> Any:
         rng = self.rng
@@ -1267,7 +1291,9 @@ def check(program: Program, tally: Counter[str]) -> None:
         assert observed[-1] == ("output", before)
     for hook in hooks_in(program.steps):
         if hook.kept is not None:
-            assert hook.kept.tolist() == [hook.c, hook.c], "a tensor that a hook returned was changed"
+            assert hook.kept.tolist() == [hook.c, hook.c], (
+                "a tensor that a hook returned was changed"
+            )
             hook.kept = None
     tally["programs"] += 1
     injected = [e for e in expected if e[0] == "raised" and isinstance(e[1], BaseException)]
@@ -1320,7 +1346,8 @@ def test_random_programs_observe_what_the_interpreter_predicts():
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.randoms(use_true_random=False))
+    # Draws of the first kind shrink, but most are small to begin with; a seed is even-handed.
+    @given(st.randoms(use_true_random=False) | st.integers(0, 2**32).map(random.Random))
     def holds(rng):
         program = Writer(rng).program()
         check(program, tally)
@@ -1332,8 +1359,103 @@ def test_random_programs_observe_what_the_interpreter_predicts():
         assert tally[kind] >= tally["programs"] / 5, tally
     for kind in ("hooks that ran", "caches", "foreign hooks that ran"):
         assert tally[kind] >= tally["programs"] / 10, tally
-    for kind in ("NeverFired", "AmbiguousSite", "SiteNotFound", "NothingMatched", "EditShapeError", "early stops"):
+    for kind in (
+        "NeverFired",
+        "AmbiguousSite",
+        "SiteNotFound",
+        "NothingMatched",
+        "EditShapeError",
+        "early stops",
+    ):
         assert tally[kind] >= 20, tally
+
+
+# The same rules where they are easiest to see: each of these once went wrong.
+
+
+class Two(nn.Module):
+    """Returns a tuple; its second part works in place on what the first was given, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ReLU()
+        self.second = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.first(x) + 1, self.second(x)
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.body(x) + x
+
+
+def plus(number):
+    return lambda value: value + number
+
+
+def test_a_star_before_input_does_not_select_the_models_own_input():
+    model = ip.wrap(nn.Sequential(nn.ReLU()))
+    assert list(model.sites.select("*.input")) == ["0.input"]
+
+
+def test_a_named_site_that_never_fires_is_an_error_also_beside_a_pattern_that_does():
+    model = ip.wrap(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ip.NeverFired, match="at '0#3' never fired"):
+        model.run_with_hooks(torch.ones(2), fwd_hooks=[(["0#3", "0*"], plus(1))])
+
+
+def test_a_value_asked_for_twice_in_one_call_keeps_its_name():
+    model = ip.wrap(nn.Sequential(Two()))
+    _, cache = model.run_with_cache(torch.ones(2), names_filter=["0.output[0]", "*"])
+    assert list(cache) == ["0.output[0]", "0.output[1]"]
+
+
+def test_the_inputs_of_several_calls_are_kept_under_names_one_can_ask_for():
+    relu = nn.ReLU()
+    model = ip.wrap(nn.Sequential(relu, relu))
+    _, cache = model.run_with_cache(torch.ones(2), names_filter="0.input")
+    assert list(cache) == ["0#0.input", "0#1.input"]
+
+
+def test_a_run_stops_only_after_all_tensors_of_the_last_site():
+    model = ip.wrap(nn.Sequential(Two()))
+    for _ in range(2):
+        _, cache = model.run_with_cache(torch.ones(2), names_filter="*", stop=True)
+        assert list(cache) == ["0.output[0]", "0.output[1]"]
+
+
+def test_a_hook_around_a_run_that_stopped_early_is_not_an_error():
+    model = ip.wrap(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    with model.hooks([("1", plus(1))]):
+        model.run_with_cache(torch.ones(2), names_filter="0#0", stop=True)
+
+
+@pytest.mark.parametrize("hooks", [1, 2, 3])
+def test_any_number_of_edits_to_the_input_of_an_in_place_module_reach_the_skip_path(hooks):
+    model = ip.wrap(Skip())
+    output = model.run_with_hooks(torch.ones(2), fwd_hooks=[("body.input", plus(1))] * hooks)
+    assert output.tolist() == [2.0 * (1 + hooks)] * 2
+
+
+def test_a_cache_reads_after_a_foreign_hook_that_came_while_a_scope_was_open():
+    model = ip.wrap(nn.Sequential(nn.ReLU()))
+    with model.hooks([]):
+        model.module.register_forward_hook(lambda module, args, output: output + 1)
+        output, cache = model.run_with_cache(torch.ones(2))
+    assert cache["output"].tolist() == output.tolist() == [2.0, 2.0]
+
+
+def test_a_prepended_hook_keeps_the_order_of_its_own_names():
+    model = ip.wrap(nn.Sequential(nn.ReLU()))
+    names = []
+    model.add_hook(["0", "0.output"], lambda value, hook: names.append(hook.name), prepend=True)
+    model(torch.ones(2))
+    assert names == ["0", "0.output"]
 
 
 # The property is only worth something if it notices when the engine is wrong.
@@ -1412,7 +1534,7 @@ def failures(seeds: range) -> Iterator[int]:
     for seed in seeds:
         try:
             check(Writer(random.Random(seed)).program(), Counter())
-        except BaseException:  # noqa: BLE001 - a broken engine may raise anything
+        except BaseException:  # a broken engine may raise anything
             yield seed
 
 

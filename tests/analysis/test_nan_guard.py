@@ -7,7 +7,7 @@ from interpose.analysis.nan_guard import Break, NaNGuard
 
 
 class Net(nn.Module):
-    """Breaks at `log` for inputs whose hidden values are negative, and at `root` in the backward pass for zeros."""
+    """Breaks at `log` for negative inputs, and in the backward pass of `root` for ones."""
 
     def __init__(self):
         super().__init__()
@@ -100,9 +100,9 @@ def test_a_broken_loss_is_where_the_gradient_begins():
 
 def test_the_pass_before_does_not_count_as_before():
     model, guard = ip.wrap(Net()), NaNGuard(gradients=False)
-    with pytest.raises(ip.NonFinite, match="no finite value was seen"), model.hooks([guard]):
-        model(GOOD)
-        model(GOOD * torch.nan)
+    model.run_with_hooks(GOOD, hooks=[guard])
+    with pytest.raises(ip.NonFinite, match="no finite value was seen before it"):
+        model.run_with_hooks(GOOD * torch.nan, hooks=[guard])
     with pytest.raises(ip.NonFinite, match="the last finite value before it was at 'fc'"):
         model.run_with_hooks(BAD, hooks=[guard])
 

@@ -24,9 +24,7 @@ def test_it_lists_every_value_in_execution_order():
         ("last", 0, (3, 2)),
         ("output", 0, (3, 2)),
     ]
-    assert log.rows[0] == ShapeRow(
-        site="cell", call=0, shape=(3, 4), dtype="float64", device="cpu"
-    )
+    assert log.rows[0] == ShapeRow(site="cell", call=0, shape=(3, 4), dtype="float64", device="cpu")
 
 
 def test_it_names_every_tensor_of_a_container():

@@ -127,15 +127,19 @@ def feature_maps(
     """
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+
+    def cut(value: Tensor) -> Tensor:
+        return value[[example]] if value.ndim == 4 else value
+
     with torch.no_grad():
-        _, cache = model.run_with_cache(*args, names_filter=sites, clone=False, **kwargs)
+        _, cache = model.run_with_cache(*args, names_filter=sites, keep=cut, **kwargs)
     flat = {name: tuple(value.shape) for name, value in cache.items() if value.ndim != 4}
     if flat:
         raise ValueError(_not_maps(flat, [name for name in cache if name not in flat]))
     grids = []
     for name, value in cache.items():
         wanted = tuple(range(value.shape[1])) if channels is None else tuple(channels)
-        maps = value[example, list(wanted)].to("cpu", torch.float32, copy=True)
+        maps = value[0, list(wanted)].to("cpu", torch.float32)
         grids.append(Grid(site=name, channels=wanted, values=maps, columns=columns))
     return FeatureMaps(tuple(grids))
 

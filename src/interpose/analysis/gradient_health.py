@@ -2,8 +2,8 @@
 
 The backward pass is linear: what a layer receives is what the loss sends in, times what lies
 between. So each site's gradient is compared with the gradient where the backward pass begins (the
-last site in execution order), and the ratio depends neither on the scale of the loss nor on how
-well the model is trained.
+last site in execution order that is not a single number), and the ratio depends neither on the
+scale of the loss nor on how well the model is trained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SiteHealth:
     """Sizes at one site, as root mean squares: the L2 norm over the root of the number of elements.
 
     ``gradient`` is None where no gradient came. ``ratio`` is the gradient over that of the last
-    site. ``flag`` is ``""``, ``vanishing``, ``exploding`` or ``not finite``.
+    site, None for single numbers. ``flag`` is ``""``, ``vanishing``, ``exploding`` or ``not finite``.
     """
 
     site: str
@@ -121,21 +121,25 @@ def gradient_health(
         **kwargs: what the model takes by name.
     """
     _, cache = model.run_with_cache(
-        *inputs, names_filter=sites, incl_bwd=loss, keep=_root_mean_square, **kwargs
+        *inputs, names_filter=sites, incl_bwd=loss, keep=_size_and_axes, **kwargs
     )
-    gradients = {name: float(size) for name, size in cache.grad.items()}
-    activations = {name: float(cache[name]) for name in cache if not name.endswith("_grad")}
-    received = [name for name in activations if name in gradients]
+    sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
+    gradients = {name: value.tolist()[0] for name, value in cache.grad.items()}
+    received = [name for name in sizes if name in gradients]
     if not received:
         raise GradientError(
-            f"no gradient reached any of the {len(activations)} sites. "
+            f"no gradient reached any of the {len(sizes)} sites. "
             "The loss must depend on the model's output, and gradients must be on."
         )
-    start = gradients[received[-1]]
+    # A single number, such as a loss that the model returns itself, is no layer to compare with.
+    arrays = [name for name in received if sizes[name][1]]
+    start = gradients[(arrays or received)[-1]]
     rows = []
-    for name, activation in activations.items():
+    for name, (activation, axes) in sizes.items():
         gradient = gradients.get(name)
-        ratio = None if gradient is None else gradient / start if start else math.nan
+        ratio = None
+        if gradient is not None and (axes or not arrays):
+            ratio = gradient / start if start else math.nan
         flag = _flag(gradient, ratio, vanishing, exploding)
         rows.append(
             SiteHealth(site=name, activation=activation, gradient=gradient, ratio=ratio, flag=flag)
@@ -143,9 +147,11 @@ def gradient_health(
     return GradientHealth(tuple(rows))
 
 
-def _root_mean_square(value: Tensor) -> Tensor:
-    size = value.abs() if value.is_complex() else value
-    return size.to(torch.float32).square().mean(dtype=torch.float32).sqrt()
+def _size_and_axes(value: Tensor) -> Tensor:
+    """The root mean square of a value and its number of axes: all that is kept of it."""
+    real = value.abs() if value.is_complex() else value
+    size = real.to(torch.float32).square().mean().sqrt()
+    return torch.stack([size, size.new_tensor(value.ndim)])
 
 
 def _flag(gradient: float | None, ratio: float | None, vanishing: float, exploding: float) -> str:

@@ -54,15 +54,15 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 def scan(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Learn the shape and dtype of every site, first without arithmetic, else by a real forward pass."""
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fake = values.mapped((args, kwargs), mode.from_tensor)
-            _watch_shapes(model, fake[0], fake[1])
-    except Exception:  # noqa: BLE001 - any model may branch on values, which fake tensors do not have
-        model._seen.clear()
-        _watch_shapes(model, args, kwargs)
+    with untouched(model.module):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake_args, fake_kwargs = values.mapped((args, kwargs), mode.from_tensor)
+                _watch_shapes(model, fake_args, fake_kwargs)
+        except Exception:  # any model may branch on values, which fake tensors do not have
+            _watch_shapes(model, args, kwargs)
 
 
 def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 binding.listeners.append(Capturing(model, site, scope, outright=False, keep=_nothing))
     scope.bindings.append(binding)
     model._seen.clear()
-    with untouched(model.module), torch.no_grad(), scope:
+    with torch.no_grad(), scope:
         model.module(*args, **kwargs)
     for listener in binding.listeners:
         if listener.site.tail.port == "output":

@@ -142,13 +142,14 @@ class Scope:
         self.targets: list[GradientEdge] | None = None
         self.bindings: list[Binding] = []
         self._forwards = 0
+        self._forced_eager = False
         self._frames = None if single_run else frames(model, self)
         for hook in hooks:
             self.bindings += bind(model, hook, self, check_finite=check_finite, outlives_scope=single_run)
 
     def __enter__(self) -> Scope:
         self.around = context.current().scopes
-        eager.hold()
+        self._forced_eager = eager.hold()
         try:
             if self._frames is not None:
                 self._frames.install(first=True)
@@ -206,6 +207,11 @@ class Scope:
         what = f"{binding.hook.label} at {site.name!r} never fired"
         missed = 0 if isinstance(silent, bypass.Skipper) else silent.missed
         kind = type(site.module).__name__
+        if eager.anything_compiled() and not self._forced_eager:
+            return (
+                f"{what}: the model was compiled inside this scope, and compiled code has no hooks.\n"
+                "  Compile it before, or call the module itself; interpose then runs it eagerly while hooks are on."
+            )
         if missed:
             return (
                 f"{what}: {kind} was called {missed} times, but outside this scope (in another thread?).\n"

@@ -103,6 +103,9 @@ class Tap:
         if len(rest) != (1 if self.before else 2):
             # Another thread is registering this very hook: torch writes it before its with_kwargs flag.
             return None
+        if torch.compiler.is_compiling():
+            # Compiled for the first time inside a scope: the compiled code must not hold our hooks.
+            return None
         again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
         here = current()
         scopes, silent = here.scopes, here.standing_down
