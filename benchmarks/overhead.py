@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [repeats]
 
-The model is a 12-layer GPT-2 of width 64 with random weights on 16 tokens: about 4 ms of mostly Python, so overhead
-has nowhere to hide. Compare ratios, not times.
+The model is a 12-layer GPT-2 of width 64 with random weights on 16 tokens: about 4 ms of mostly
+Python, so overhead has nowhere to hide. Compare ratios, not times.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def cases(module: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable[[], 
         "12 reads, hooks by hand": by_hand,
         "12 reads": lambda: model.run_with_cache(ids, names_filter=blocks),
         "12 reads by glob": lambda: model.run_with_cache(ids, names_filter="transformer.h.*"),
-        "12 reads, stop after the 6th": lambda: model.run_with_cache(ids, names_filter=blocks[:6], stop=True),
-        "1 edit": lambda: model.run_with_hooks(ids, fwd_hooks=[(blocks[5], lambda v, hook: v * 0.5)]),
+        "12 reads, stop after the 6th": lambda: model.run_with_cache(
+            ids, names_filter=blocks[:6], stop=True
+        ),
+        "1 edit": lambda: model.run_with_hooks(ids, fwd_hooks=[(blocks[5], lambda v: v * 0.5)]),
         "every module read": lambda: model.run_with_cache(ids),
     }
 
@@ -67,7 +69,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=12, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0
+        n_layer=12,
+        n_embd=64,
+        n_head=4,
+        vocab_size=512,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     module = GPT2LMHeadModel(config).eval()
     ids = torch.randint(0, 512, (1, 16))

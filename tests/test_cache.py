@@ -106,7 +106,11 @@ def test_filters_of_every_kind(model: ip.Model, x: Tensor) -> None:
     assert names(("fc1", "output")) == ["fc1", "output"]
     assert set(names({"fc1", "output"})) == {"fc1", "output"}
     assert names("fc?") == ["fc1"]
-    assert names("**.input") == ["input", "fc1.input", "lstm.input", "cell#0.input"] + [
+    assert names("**.input") == [
+        "input",
+        "fc1.input",
+        "lstm.input",
+        "cell#0.input",
         "cell#1.input",
         "cell#2.input",
     ]
@@ -137,7 +141,9 @@ def test_only_what_was_asked_for_is_kept(model: ip.Model, x: Tensor) -> None:
     for wanted in (slice(1, 3), [1, 2], torch.tensor([1, 2]), [-6, -5]):
         _, part = model.run_with_cache(x, names_filter="fc1", pos_slice=wanted)
         assert torch.equal(part["fc1"], whole["fc1"][:, 1:3])
-    _, part = model.run_with_cache(x, names_filter="fc1", keep={0: 1, -1: [0, 5], 1: slice(None, 2)})
+    _, part = model.run_with_cache(
+        x, names_filter="fc1", keep={0: 1, -1: [0, 5], 1: slice(None, 2)}
+    )
     assert torch.equal(part["fc1"], whole["fc1"][1, :2][:, [0, 5]])
     _, part = model.run_with_cache(x, names_filter="fc1", keep=lambda value: value.mean(1))
     assert torch.equal(part["fc1"], whole["fc1"].mean(1))
@@ -146,7 +152,9 @@ def test_only_what_was_asked_for_is_kept(model: ip.Model, x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"a batch of one; 'fc1' is \(2, 7, 6\)"):
         model.run_with_cache(x, names_filter="fc1", remove_batch_dim=True)
     with pytest.raises(ValueError, match=r"'0' is \(2, 3\). Say which axis with keep="):
-        ip.wrap(nn.Sequential(nn.Linear(4, 3))).run_with_cache(torch.ones(2, 4), names_filter="0", pos_slice=0)
+        ip.wrap(nn.Sequential(nn.Linear(4, 3))).run_with_cache(
+            torch.ones(2, 4), names_filter="0", pos_slice=0
+        )
 
 
 def test_gradients_are_cut_the_same_way(model: ip.Model, x: Tensor) -> None:
@@ -217,7 +225,9 @@ def test_a_run_stops_after_the_last_site_asked_for() -> None:
         model.run_with_cache(x, names_filter=["layers.0#0"], stop=True)
         assert net.reached == 5
         model(x)
-    model.run_with_cache(x, names_filter="layers.0#0", stop=True, hooks=[("layers.3", torch.zeros_like)])
+    model.run_with_cache(
+        x, names_filter="layers.0#0", stop=True, hooks=[("layers.3", torch.zeros_like)]
+    )
 
 
 def test_a_module_called_several_times_is_not_cut_short(model: ip.Model, x: Tensor) -> None:
@@ -249,5 +259,14 @@ def test_a_stop_passes_through_code_that_catches_exceptions() -> None:
     model.run_with_cache(x, names_filter="layers.0", stop=True)
     assert net.closed == 1
     # Two runs, one inside the other: each stops at its own site.
-    with model.hooks([("layers.0", lambda value, hook: model.run_with_cache(x, names_filter="layers.0", stop=True) and None)]):
+    with model.hooks(
+        [
+            (
+                "layers.0",
+                lambda value, hook: (
+                    model.run_with_cache(x, names_filter="layers.0", stop=True) and None
+                ),
+            )
+        ]
+    ):
         assert model(x).shape == (1, 2)

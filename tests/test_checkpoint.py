@@ -29,7 +29,11 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
-            x = self.part(x) if self.plain else checkpoint(self.part, x, use_reentrant=self.reentrant)
+            x = (
+                self.part(x)
+                if self.plain
+                else checkpoint(self.part, x, use_reentrant=self.reentrant)
+            )
         return x.pow(2).sum()
 
 
@@ -148,7 +152,11 @@ def test_a_backward_pass_that_leaves_the_scope_of_an_edit_raises(
 ) -> None:
     net, _, x = twins(reentrant)
     model = ip.wrap(net)
-    edit = (lambda value, hook: torch.ones_like(value)) if constant else (lambda value, hook: value * 3)
+    edit = (
+        (lambda value, hook: torch.ones_like(value))
+        if constant
+        else (lambda value, hook: value * 3)
+    )
     with model.hooks([("inner", edit)]):
         loss = model(x.requires_grad_())
     with pytest.raises(ip.GradientError, match="Call backward\\(\\) inside the with block"):

@@ -60,7 +60,10 @@ def styles(net: Net, backend) -> dict[str, tuple[nn.Module, object]]:
         "torch.compile(module)": lambda: (lambda c: (c, c))(torch.compile(net, backend=backend)),
         "module.compile()": lambda: (net.compile(backend=backend), (net, net))[1],
         "a compiled function": lambda: (net, torch.compile(lambda x: net(x), backend=backend)),
-        "a compiled part": lambda: (setattr(net, "fc2", torch.compile(net.fc2, backend=backend)), (net, net))[1],
+        "a compiled part": lambda: (
+            setattr(net, "fc2", torch.compile(net.fc2, backend=backend)),
+            (net, net),
+        )[1],
     }
 
 

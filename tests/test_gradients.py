@@ -60,7 +60,9 @@ def test_cached_gradients_are_those_of_a_fresh_leaf(net: Residual, x: Tensor, fr
     for site in sites:
         assert torch.equal(cache.grad[site], right[site]), site
         assert torch.equal(cache[f"{site}_grad"], right[site])
-    assert torch.equal(cache.grad["norm.input" if "norm.input" in cache.grad else "norm"], right["norm"])
+    assert torch.equal(
+        cache.grad["norm.input" if "norm.input" in cache.grad else "norm"], right["norm"]
+    )
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
@@ -76,7 +78,9 @@ def test_an_inputs_gradient_is_that_of_its_own_path(net: Residual, x: Tensor, fr
     assert torch.equal(output, net(x))
 
 
-def test_gradient_hooks_get_the_gradient_after_edits_and_may_replace_it(net: Residual, x: Tensor) -> None:
+def test_gradient_hooks_get_the_gradient_after_edits_and_may_replace_it(
+    net: Residual, x: Tensor
+) -> None:
     seen: dict[str, Tensor] = {}
 
     def look(grad: Tensor, hook: ip.HookPoint) -> None:
@@ -115,14 +119,20 @@ def test_backward_hooks_of_a_with_block_end_with_it(net: Residual, x: Tensor) ->
         loss.backward(retain_graph=True)
     loss.backward()
     assert len(seen) == 1
-    with pytest.raises(ip.NeverFired, match=r"Call backward\(\) inside the with block"), model.hooks(bwd_hooks=hooks):
+    with (
+        pytest.raises(ip.NeverFired, match=r"Call backward\(\) inside the with block"),
+        model.hooks(bwd_hooks=hooks),
+    ):
         model(x)
 
 
 def test_gradients_that_cannot_be_had_say_why(net: Residual, x: Tensor) -> None:
     model = ip.wrap(net)
     hook = [("embed", lambda grad, hook: None)]
-    with torch.no_grad(), pytest.raises(ip.NeverFired, match=r"gradients are off here \(torch.no_grad"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ip.NeverFired, match=r"gradients are off here \(torch.no_grad"),
+    ):
         model.run_with_hooks(x, bwd_hooks=hook)
     with pytest.raises(ip.GradientError, match=r"the model returned a tensor of shape \(4, 3\)"):
         ip.wrap(net.embed).run_with_cache(x, incl_bwd=True)
@@ -186,7 +196,9 @@ def test_every_call_of_a_module_has_its_own_gradient() -> None:
 def test_second_derivatives_pass_through(x: Tensor) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     x.requires_grad_()
-    with ip.wrap(net).hooks([("0", lambda value, hook: value * 2)], bwd_hooks=[("0", lambda g, hook: g * 3)]):
+    with ip.wrap(net).hooks(
+        [("0", lambda value, hook: value * 2)], bwd_hooks=[("0", lambda g, hook: g * 3)]
+    ):
         (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(grad.pow(2).sum(), x)
 

@@ -56,7 +56,9 @@ def test_every_way_of_writing_an_edit_gives_the_same(way, net: nn.Sequential, x:
         assert torch.equal(model.run_with_hooks(x, fwd_hooks=[("1", way)]), right)
 
 
-def test_a_function_that_leaves_the_value_alone_changes_nothing(net: nn.Sequential, x: Tensor) -> None:
+def test_a_function_that_leaves_the_value_alone_changes_nothing(
+    net: nn.Sequential, x: Tensor
+) -> None:
     kept = {}
     with torch.no_grad():
         output = ip.wrap(net).run_with_hooks(
@@ -119,12 +121,16 @@ def any_arguments(*args) -> Tensor:
         functools.partial(torch.mul, 2),
     ],
 )
-def test_functions_of_every_signature_are_called_right(function, net: nn.Sequential, x: Tensor) -> None:
+def test_functions_of_every_signature_are_called_right(
+    function, net: nn.Sequential, x: Tensor
+) -> None:
     output = ip.wrap(net).run_with_hooks(x, fwd_hooks=[("1", function)])
     assert torch.equal(output, edited(net, x))
 
 
-def test_hooks_run_in_registration_order_and_the_cache_reads_last(net: nn.Sequential, x: Tensor) -> None:
+def test_hooks_run_in_registration_order_and_the_cache_reads_last(
+    net: nn.Sequential, x: Tensor
+) -> None:
     model, order = ip.wrap(net), []
 
     def step(name: str):
@@ -227,7 +233,9 @@ class Both(ip.Controller):
         return grad * 0
 
 
-def test_detectors_and_controllers_run_and_can_be_switched_off(net: nn.Sequential, x: Tensor) -> None:
+def test_detectors_and_controllers_run_and_can_be_switched_off(
+    net: nn.Sequential, x: Tensor
+) -> None:
     model = ip.wrap(net)
     largest, both = Largest("*"), Both("1")
     with model.hooks([largest, both]):
@@ -333,11 +341,15 @@ def test_a_module_can_be_skipped(net: nn.Sequential, x: Tensor) -> None:
     assert torch.equal(output, net[2](replacement))
     assert torch.equal(cache["1"], replacement)
     assert ran == [(3, 4)]
-    assert torch.equal(model.run_with_hooks(x, hooks=[ip.skip("1", lambda value: value)]), net[2](net[0](x)))
+    assert torch.equal(
+        model.run_with_hooks(x, hooks=[ip.skip("1", lambda value: value)]), net[2](net[0](x))
+    )
     assert net[1].forward is not original
+    nested = ip.wrap(nn.Sequential(net))
     with pytest.raises(ip.NeverFired):
-        nested = ip.wrap(nn.Sequential(net))
-        nested.run_with_hooks(x, hooks=[ip.skip("0", torch.ones(3, 2)), ip.skip("0.1", replacement)])
+        nested.run_with_hooks(
+            x, hooks=[ip.skip("0", torch.ones(3, 2)), ip.skip("0.1", replacement)]
+        )
 
 
 def test_hooks_that_are_none_are_refused(net: nn.Sequential, x: Tensor) -> None:
@@ -375,7 +387,9 @@ def test_seeded_noise_repeats_and_differs_by_site(net: nn.Sequential, x: Tensor)
 
     def noise_at(site: str, seed: int | None) -> Tensor:
         _, clean = model.run_with_cache(x, names_filter=site)
-        _, noisy = model.run_with_cache(x, names_filter=site, hooks=[ip.noise(site, std=2.0, seed=seed)])
+        _, noisy = model.run_with_cache(
+            x, names_filter=site, hooks=[ip.noise(site, std=2.0, seed=seed)]
+        )
         return noisy[site] - clean[site]
 
     first = noise_at("0", 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -40,6 +41,10 @@ def net() -> Net:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(2, 4)
+
+
+def remember_output(value: Tensor, hook: ip.HookPoint, model: ip.Model, x: Tensor) -> None:
+    hook.ctx["last"] = model.module(x)
 
 
 def double(value: Tensor, hook: ip.HookPoint) -> Tensor:
@@ -200,7 +205,7 @@ def test_no_cycle_keeps_a_model_alive(x: Tensor) -> None:
     model.run_with_cache(x)
     model.run_with_hooks(x, hooks=[("fc1", double), ip.zero("fc2")])
     _, cache = model.run_with_cache(x, incl_bwd=Tensor.sum)
-    model.add_hook("fc1", lambda value, hook: hook.ctx.update(last=model.module(x)))
+    model.add_hook("fc1", functools.partial(remember_output, model=model, x=x))
     with model.hooks([("fc1", double)]):
         model(x)
     alive = weakref.ref(net)
@@ -280,7 +285,7 @@ def test_the_wrapper_passes_what_the_module_has(net: Net, x: Tensor) -> None:
     assert not net.training
     assert model.train() is model
     assert net.training
-    assert list(model.parameters())[0] is net.fc1.weight
+    assert next(iter(model.parameters())) is net.fc1.weight
     assert model.state_dict().keys() == net.state_dict().keys()
     assert model.to(torch.float64) is model
     assert net.fc1.weight.dtype == torch.float64

@@ -40,7 +40,11 @@ def test_reads_and_edits_in_every_mode(net: nn.Sequential, mode: str, dtype: tor
         assert torch.equal(identity, bare)
         right = net[3](net[2](net[1](net[0](x) * 2)))
         assert not torch.equal(right, bare)
-        for edit in (lambda v, hook: v * 2, lambda v, hook: v.mul_(2), lambda v, hook: v.float() * 2):
+        for edit in (
+            lambda v, hook: v * 2,
+            lambda v, hook: v.mul_(2),
+            lambda v, hook: v.float() * 2,
+        ):
             assert torch.equal(model.run_with_hooks(x, fwd_hooks=[("0", edit)]), right)
     # What was captured in inference mode is an ordinary tensor outside.
     assert not cache["0"].is_inference()
@@ -49,7 +53,9 @@ def test_reads_and_edits_in_every_mode(net: nn.Sequential, mode: str, dtype: tor
 
 def test_under_autocast_a_site_has_the_dtype_it_really_has(net: nn.Sequential) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, cache = ip.wrap(net).run_with_cache(torch.randn(2, 4), names_filter=["0.input", "0", "2"])
+        _, cache = ip.wrap(net).run_with_cache(
+            torch.randn(2, 4), names_filter=["0.input", "0", "2"]
+        )
     assert cache["0.input"].dtype == torch.float32
     assert cache["0"].dtype == torch.bfloat16
 
@@ -82,7 +88,9 @@ def test_check_finite_finds_what_an_edit_broke_and_only_that(net: nn.Sequential)
         return value * torch.nan
 
     assert not model.run_with_hooks(x, fwd_hooks=[("0", broken)]).isfinite().all()
-    with pytest.raises(ip.NonFinite, match="'broken' .* made NaN or Inf at '0'; the value it was given was finite"):
+    with pytest.raises(
+        ip.NonFinite, match=r"'broken' .* made NaN or Inf at '0'; the value it was given was finite"
+    ):
         model.run_with_hooks(x, fwd_hooks=[("0", broken)], check_finite=True)
     x[0, 0] = torch.nan
     model.run_with_hooks(x, fwd_hooks=[("0", lambda value, hook: value * 2)], check_finite=True)

@@ -1455,6 +1455,7 @@ def test_a_prepended_hook_keeps_the_order_of_its_own_names():
     names = []
     model.add_hook(["0", "0.output"], lambda value, hook: names.append(hook.name), prepend=True)
     model(torch.ones(2))
+    model.remove_all_hook_fns()
     assert names == ["0", "0.output"]
 
 

@@ -67,7 +67,9 @@ def test_three_threads_on_one_model_never_see_each_others_hooks(rapid_switching:
                 hooks = [(str(site), lambda value, hook: value * factor)]
                 with torch.no_grad():
                     if turn % 2:
-                        output, cache = model.run_with_cache(x, names_filter=str(site), fwd_hooks=hooks)
+                        output, cache = model.run_with_cache(
+                            x, names_filter=str(site), fwd_hooks=hooks
+                        )
                         assert torch.equal(cache[str(site)], values[site + 1] * factor)
                     else:
                         with model.hooks(hooks):

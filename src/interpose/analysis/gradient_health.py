@@ -2,8 +2,8 @@
 
 The backward pass is linear: what a layer receives is what the loss sends in, times what lies
 between. So each site's gradient is compared with the gradient where the backward pass begins (the
-last site in execution order that is not a single number), and the ratio depends neither on the
-scale of the loss nor on how well the model is trained.
+last site in execution order that is not a single number), and the ratio does not depend on how
+large the loss is, or has become.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SiteHealth:
     """Sizes at one site, as root mean squares: the L2 norm over the root of the number of elements.
 
     ``gradient`` is None where no gradient came. ``ratio`` is the gradient over that of the last
-    site, None for single numbers. ``flag`` is ``""``, ``vanishing``, ``exploding`` or ``not finite``.
+    site, None for single numbers. ``flag`` is empty or says what is wrong.
     """
 
     site: str
@@ -116,8 +116,8 @@ def gradient_health(
         *inputs: what the model takes.
         loss: a function from the model's output to one number.
         sites: where to look; None for the output of every module.
-        vanishing: a site is flagged whose gradient is below this times that at the last site,
-        exploding: and one whose gradient is above this times that at the last site.
+        vanishing: flag a site whose gradient is below this times the one at the last site.
+        exploding: flag a site whose gradient is above this times the one at the last site.
         **kwargs: what the model takes by name.
     """
     _, cache = model.run_with_cache(
@@ -150,7 +150,8 @@ def gradient_health(
 def _size_and_axes(value: Tensor) -> Tensor:
     """The root mean square of a value and its number of axes: all that is kept of it."""
     real = value.abs() if value.is_complex() else value
-    size = real.to(torch.float32).square().mean().sqrt()
+    wide = real.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    size = wide.norm() / max(value.numel(), 1) ** 0.5
     return torch.stack([size, size.new_tensor(value.ndim)])
 
 

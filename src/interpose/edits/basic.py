@@ -1,8 +1,9 @@
 """The edits that need nothing but the value itself.
 
-Each is a small frozen dataclass with one method: what it makes of a value. ``at`` narrows it to a part of the value,
-written as an index: ``at=(slice(None), 3)`` is ``value[:, 3]``. Tensors move to the value's device and dtype by
-themselves. The same edit gives the same result each time, so that activation checkpointing may repeat it.
+Each is a small frozen dataclass with one method: what it makes of a value. ``at`` narrows it to a
+part of the value, written as an index: ``at=(slice(None), 3)`` is ``value[:, 3]``. Tensors move to
+the value's device and dtype by themselves. The same edit gives the same result each time, so that
+activation checkpointing may repeat it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Edit(Controller):
         """Replace the selected part and leave the rest."""
         part = value[self.at]
         if part.numel() == 0:
-            raise ValueError(f"{self!r} selects nothing of {hook.name!r}, which is {tuple(value.shape)}.")
+            raise ValueError(
+                f"{self!r} selects nothing of {hook.name!r}, which is {tuple(value.shape)}."
+            )
         value[self.at] = self.new(part, hook)
         return value
 
@@ -46,7 +49,7 @@ def _like(what: Value, part: Tensor) -> Value:
 
 
 @dataclass(frozen=True, eq=False)
-class zero(Edit):  # noqa: N801 - edits read as verbs
+class zero(Edit):
     """Set values to zero: ``ip.zero("layer2")``, or one channel with ``at=(slice(None), 3)``."""
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
@@ -55,7 +58,7 @@ class zero(Edit):  # noqa: N801 - edits read as verbs
 
 
 @dataclass(frozen=True, eq=False)
-class fill(Edit):  # noqa: N801
+class fill(Edit):
     """Set values to a number, or to a tensor that broadcasts to them: ``ip.fill("fc1", value=mean)``."""
 
     value: Value = 0.0
@@ -66,7 +69,7 @@ class fill(Edit):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class add(Edit):  # noqa: N801
+class add(Edit):
     """Add a number or a tensor: ``ip.add("fc1", value=direction)``."""
 
     value: Value = 0.0
@@ -77,7 +80,7 @@ class add(Edit):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class scale(Edit):  # noqa: N801
+class scale(Edit):
     """Multiply by a number or a tensor: ``ip.scale("fc1", by=0.5)``."""
 
     by: Value = 1.0
@@ -88,11 +91,11 @@ class scale(Edit):  # noqa: N801
 
 
 @dataclass(frozen=True, eq=False)
-class noise(Edit):  # noqa: N801
+class noise(Edit):
     """Add Gaussian noise: ``ip.noise("fc1", std=0.1, seed=0)``.
 
-    With a seed, each site gets noise of its own, the same in every run. Without one it is drawn from torch's random
-    state.
+    With a seed, each site gets noise of its own, the same in every run. Without one it is drawn
+    from torch's random state.
     """
 
     std: float = 1.0

@@ -20,9 +20,10 @@ _GRAD = "_grad"
 class Cache(Mapping[str, Tensor]):
     """Values by site name, in execution order.
 
-    ``cache["fc1"]`` takes any name of the site, also one other than it was asked by. A module called several times
-    has one entry per call, ``cache["cell#0"]``; ``cache.calls("cell")`` is the list of them. Gradients, where they were
-    asked for, are ``cache.grad["fc1"]`` and ``cache["fc1_grad"]``.
+    ``cache["fc1"]`` takes any name of the site, also one other than it was asked by. A module
+    called several times has one entry per call, ``cache["cell#0"]``; ``cache.calls("cell")`` is the
+    list of them. Gradients, where they were asked for, are ``cache.grad["fc1"]`` and
+    ``cache["fc1_grad"]``.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class Cache(Mapping[str, Tensor]):
 
     def _key(self, name: str) -> str | None:
         if not isinstance(name, str):
-            raise TypeError(f"a cache is indexed by site names such as 'fc1'; got {type(name).__name__}: {name!r}")
+            raise TypeError(
+                f"a cache is indexed by site names such as 'fc1'; got {type(name).__name__}: "
+                f"{name!r}"
+            )
         if name in self._values:
             return name
         stem = name.removesuffix(_GRAD)
@@ -92,7 +96,9 @@ class Cache(Mapping[str, Tensor]):
                 f"{name!r} was called {len(several)} times; say which call: {shown}, "
                 f"or take them all with cache.calls({name!r})."
             )
-        shown = ", ".join(map(repr, list(self._values)[:8])) + (", ..." if len(self._values) > 8 else "")
+        shown = ", ".join(map(repr, list(self._values)[:8])) + (
+            ", ..." if len(self._values) > 8 else ""
+        )
         hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
         return SiteNotFound(f"{name!r} is not in this cache. It has: {shown or 'nothing'}.{hint}")
 
@@ -104,7 +110,9 @@ class Cache(Mapping[str, Tensor]):
     @property
     def grad(self) -> Cache:
         """The gradients, under the names of the values they belong to."""
-        found = {key.removesuffix(_GRAD): v for key, v in self._values.items() if key.endswith(_GRAD)}
+        found = {
+            key.removesuffix(_GRAD): v for key, v in self._values.items() if key.endswith(_GRAD)
+        }
         return Cache(found, aliases=self._aliases, calls=self._calls)
 
     @property
@@ -131,7 +139,9 @@ class Cache(Mapping[str, Tensor]):
         first: dict[Any, str] = {}
         same = {}
         for name, tensor in self._values.items():
-            same[name] = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+            same[name] = first.setdefault(
+                (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name
+            )
         tensors = {name: self[name].detach().contiguous().clone() for name in set(same.values())}
         about = {"same": same, "aliases": self._aliases, "calls": self._calls}
         save_file(tensors, path, metadata={"interpose.cache": json.dumps(about)})
@@ -149,7 +159,12 @@ class Cache(Mapping[str, Tensor]):
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            (name, str(tuple(t.shape)), str(t.dtype).removeprefix("torch."), human_bytes(t.numel() * t.element_size()))
+            (
+                name,
+                str(tuple(t.shape)),
+                str(t.dtype).removeprefix("torch."),
+                human_bytes(t.numel() * t.element_size()),
+            )
             for name, t in self._values.items()
         ]
 

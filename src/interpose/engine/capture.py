@@ -40,12 +40,18 @@ class Cut:
     def __call__(self, value: Tensor, name: str) -> Tensor:
         """The part of a value that is kept: sliced first, so that nothing else is copied."""
         part = value.detach() if self.detach else value
-        if self.pos_slice is None and self.keep is None and self.device is None and not self.remove_batch_dim:
+        if (
+            self.pos_slice is None
+            and self.keep is None
+            and self.device is None
+            and not self.remove_batch_dim
+        ):
             return values.twin(part) if self.clone else part
         if self.pos_slice is not None:
             if part.ndim != 3:
                 raise ValueError(
-                    f"pos_slice needs values of shape [batch, pos, features]; {name!r} is {tuple(part.shape)}. "
+                    f"pos_slice needs values of shape [batch, pos, features]; {name!r} is "
+                    f"{tuple(part.shape)}. "
                     "Say which axis with keep={axis: index}."
                 )
             whole = self.pos_slice
@@ -53,12 +59,15 @@ class Cut:
         if callable(self.keep):
             part = self.keep(part)
         elif self.keep is not None:
-            # From the last axis on, so that an axis dropped by an integer does not shift the others.
+            # From the last axis on, so that an axis dropped by an integer does not shift the
+            # others.
             for axis, index in sorted(self.keep.items(), key=lambda item: -(item[0] % part.ndim)):
                 part = _pick(part, axis, index)
         if self.remove_batch_dim:
             if part.shape[0] != 1:
-                raise ValueError(f"remove_batch_dim needs a batch of one; {name!r} is {tuple(part.shape)}.")
+                raise ValueError(
+                    f"remove_batch_dim needs a batch of one; {name!r} is {tuple(part.shape)}."
+                )
             part = part[0]
         moved = part if self.device is None else part.to(self.device)
         if self.clone and moved.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
@@ -156,7 +165,9 @@ class CaptureRun(Scope):
                 waiting.add(listener)
         return waiting
 
-    def _keep(self, listener: Capturing, call: Call, value: Tensor, leaf: values.Leaf, name: str) -> None:
+    def _keep(
+        self, listener: Capturing, call: Call, value: Tensor, leaf: values.Leaf, name: str
+    ) -> None:
         part = call.shared.get((self, leaf))
         if part is None:
             part = call.shared[(self, leaf)] = self.cut(value, name)
@@ -170,7 +181,9 @@ class CaptureRun(Scope):
 
     def _keep_grad(self, site: Site) -> Callable[[Tensor, HookPoint], None]:
         def keep(grad: Tensor, point: HookPoint) -> None:
-            self.grads.append(Kept(site, point.name, point.call, (), self.cut(grad, f"{point.name}_grad")))
+            self.grads.append(
+                Kept(site, point.name, point.call, (), self.cut(grad, f"{point.name}_grad"))
+            )
 
         return keep
 
@@ -181,7 +194,7 @@ class CaptureRun(Scope):
             with self:
                 output = self.forward(call)
                 if backward is not False:
-                    self._backward(output if backward is True else backward(output))  # type: ignore[operator]
+                    self._backward(output if backward is True else backward(output))
         except Stop as stop:
             if stop.run is not self:
                 raise
@@ -194,13 +207,18 @@ class CaptureRun(Scope):
 
     def _backward(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
             raise GradientError(
                 f"gradients need one number to start from; the model returned {what}. "
                 "Pass a function that makes a loss of the output: incl_bwd=lambda out: out.sum()"
             )
         if self.targets and loss.requires_grad:
-            # To these tensors only: the parameters' own .grad stay as they are, and nothing is computed for them.
+            # To these tensors only: the parameters' own .grad stay as they are, and nothing is
+            # computed for them.
             torch.autograd.grad(loss, self.targets, allow_unused=True)
 
     def cache(self) -> Cache:

@@ -24,7 +24,11 @@ class Sites(Mapping[str, Site]):
     """
 
     def __init__(
-        self, tree: ModuleTree, seen: Seen, calls: Mapping[nn.Module, int], chosen: list[Site] | None = None
+        self,
+        tree: ModuleTree,
+        seen: Seen,
+        calls: Mapping[nn.Module, int],
+        chosen: list[Site] | None = None,
     ) -> None:
         self._tree = tree
         self._seen = seen
@@ -70,7 +74,10 @@ class Sites(Mapping[str, Site]):
         shape, dtype = None, None
         if len(leaves) == 1:
             shape, dtype = self._seen[(site.path, site.tail.port, leaves[0])]
-        names = [self._tree.spell(path, site.tail) for path in (site.path, *self._tree.other_names(site.path))]
+        names = [
+            self._tree.spell(path, site.tail)
+            for path in (site.path, *self._tree.other_names(site.path))
+        ]
         return replace(
             site,
             aliases=tuple(name for name in names if name != site.name),
@@ -81,7 +88,9 @@ class Sites(Mapping[str, Site]):
 
     def _rows(self) -> list[tuple[str, str, str]]:
         if self._chosen is not None:
-            return [(site.name, type(site.module).__name__, self._about(site)) for site in self._all()]
+            return [
+                (site.name, type(site.module).__name__, self._about(site)) for site in self._all()
+            ]
         root = self._tree.site("").module
         for depth in (99, 6, 5, 4, 3, 2, 1):
             rows = [("output", type(root).__name__, self._about(self._tree.site("")))]
@@ -90,16 +99,26 @@ class Sites(Mapping[str, Site]):
                 break
         return rows
 
-    def _below(self, module: nn.Module, path: str, depth: int, level: int) -> Iterator[tuple[str, str, str]]:
-        children = [(name, child) for name, child in children_of(module).items() if child is not None]
+    def _below(
+        self, module: nn.Module, path: str, depth: int, level: int
+    ) -> Iterator[tuple[str, str, str]]:
+        children = [
+            (name, child) for name, child in children_of(module).items() if child is not None
+        ]
         at = 0
         while at < len(children):
             name, child = children[at]
             end = at + 1
-            while name.isdigit() and end < len(children) and _shape_of(children[end][1]) == _shape_of(child):
+            while (
+                name.isdigit()
+                and end < len(children)
+                and _shape_of(children[end][1]) == _shape_of(child)
+            ):
                 end += 1
             inner = f"{path}.{name}" if path else name
-            label = f"{'  ' * level}{name}" + (f" .. {children[end - 1][0]}" if end - at > 1 else "")
+            label = f"{'  ' * level}{name}" + (
+                f" .. {children[end - 1][0]}" if end - at > 1 else ""
+            )
             kind = f"{end - at} x {type(child).__name__}" if end - at > 1 else type(child).__name__
             yield label, kind, self._about(self._tree.site(inner))
             if depth > 1:
@@ -136,5 +155,9 @@ class Sites(Mapping[str, Site]):
 
 def _shape_of(module: nn.Module) -> str:
     """Alike for modules that print as the same tree."""
-    inner = ",".join(f"{name}:{_shape_of(child)}" for name, child in children_of(module).items() if child is not None)
+    inner = ",".join(
+        f"{name}:{_shape_of(child)}"
+        for name, child in children_of(module).items()
+        if child is not None
+    )
     return f"{type(module).__name__}({module.extra_repr()};{inner})"

@@ -1,7 +1,7 @@
 """What runs at a site: a plain function, a Detector that looks, a Controller that changes.
 
-All of them become a `Hook`, so that the engine knows one kind of thing: where it sits, whether it is enabled, how to
-call it with a value or a gradient, and what errors call it.
+All of them become a `Hook`, so that the engine knows one kind of thing: where it sits, whether it
+is enabled, how to call it with a value or a gradient, and what errors call it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Hook:
     """Something that runs at sites, and can be switched off and on.
 
     Args:
-        sites: where it runs: a name, a glob, a regex, a callable on names, a list of these, or None for every output.
+        sites: where it runs: a name, a glob, a regex, a callable on names, a list of these, or
+            None for every output.
         id: how the model knows it; made up from the class name unless given.
     """
 
@@ -85,8 +86,8 @@ class Detector(Hook):
 
     Args:
         sites: where it looks.
-        copies: False hands out the live value without a copy: cheaper, but a model that works in place may
-            change it after you looked.
+        copies: False hands out the live value without a copy: cheaper, but a model that works in
+            place may change it after you looked.
     """
 
     def __init__(self, sites: Filter = None, *, id: str | None = None, copies: bool = True) -> None:  # noqa: A002
@@ -117,7 +118,8 @@ class Detector(Hook):
 class Controller(Hook):
     """Changes values or gradients. Override `change`, `change_grad`, or both.
 
-    Both get a copy: return a tensor to replace the value, or change the copy in place and return None.
+    Both get a copy: return a tensor to replace the value, or change the copy in place and return
+    None.
     """
 
     def change(self, value: Tensor, hook: HookPoint) -> Tensor | None:
@@ -157,23 +159,18 @@ class FunctionHook(Hook):
     @property
     def label(self) -> str:
         """The function's name and where it stands."""
-        inner = self.function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        name = getattr(inner, "__name__", type(inner).__name__)
-        code = getattr(inner, "__code__", None)
-        return f"hook {name!r}" + (
-            f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
-        )
+        return _label_of(self.function)
 
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Call the function."""
-        return self._call(value, hook)  # type: ignore[no-any-return]
+        changed: Tensor | None = self._call(value, hook)
+        return changed
 
     def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
         """Call the function; a one-element tuple, as torch's backward hooks return, is unwrapped."""
-        new = self._call(grad, hook)
-        return new[0] if isinstance(new, tuple) and len(new) == 1 else new
+        made: Any = self._call(grad, hook)
+        changed: Tensor | None = made[0] if isinstance(made, tuple) and len(made) == 1 else made
+        return changed
 
 
 class Engine(Hook):
@@ -198,7 +195,10 @@ class TorchHook(Hook):
         self.before = before
         self.with_kwargs = with_kwargs
 
-    label = FunctionHook.label  # type: ignore[assignment]
+    @property
+    def label(self) -> str:
+        """The function's name and where it stands."""
+        return _label_of(self.function)
 
     def directions(self) -> tuple[str, ...]:
         """Forward only."""
@@ -210,8 +210,8 @@ def torch_hook(
 ) -> TorchHook:
     """Use a hook written for PyTorch: ``fn(module, args, output)`` or ``fn(module, args, kwargs, output)``.
 
-    It is scoped, ordered and checked like every other hook, and gets copies of the output's tensors, so changing them
-    in place and returning them come to the same.
+    It is scoped, ordered and checked like every other hook, and gets copies of the output's
+    tensors, so changing them in place and returning them come to the same.
 
     Example:
         ``model.run_with_hooks(x, fwd_hooks=[("fc1", ip.torch_hook(my_forward_hook))])``
@@ -227,7 +227,7 @@ def torch_hook(
     return TorchHook(function, before=pre, with_kwargs=with_kwargs)
 
 
-class skip(Hook):  # noqa: N801 - reads as a verb, like every edit
+class skip(Hook):
     """Do not run a module at all: return a replacement instead of its output.
 
     Example:
@@ -235,7 +235,8 @@ class skip(Hook):  # noqa: N801 - reads as a verb, like every edit
 
     Args:
         sites: the module or modules to skip.
-        replacement: what it returns: a tensor (or the container the module returns), or a function of its arguments.
+        replacement: what it returns: a tensor (or the container the module returns), or a
+            function of its arguments.
     """
 
     def __init__(self, sites: Filter, replacement: Any) -> None:
@@ -260,15 +261,28 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
         if callable(what) and not isinstance(what, (Hook, str, Site)):
             return FunctionHook(what, sites, direction)
     raise TypeError(
-        f"a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or edit; got {item!r}"
+        "a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or "
+        f"edit; got {item!r}"
     )
 
 
+def _label_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"hook {name!r}"
+    return f"hook {name!r} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+
+
 def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
-    """How to call a user's function: with ``hook=`` where it has that name, else by place, else with the value alone."""
+    """How to call a user's function: with ``hook=`` if it has that name, else by place or not at all."""
     code = getattr(function, "__code__", None)
     if code is not None and "hook" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        return lambda value, hook: function(value, hook=hook)  # without inspect, which takes as long as ten hooks
+        return lambda value, hook: function(
+            value, hook=hook
+        )  # without inspect, which takes as long as ten hooks
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins such as torch.zeros_like have no signature
@@ -296,6 +310,7 @@ def _overridden(hook: Hook, parent: type[Hook], **methods: str) -> tuple[str, ..
 def _no_return(hook: Hook, returned: object, point: HookPoint) -> None:
     if returned is not None:
         raise TypeError(
-            f"{hook.label} is a Detector and returned a {type(returned).__name__} at {point.name!r}. "
+            f"{hook.label} is a Detector and returned a {type(returned).__name__} at "
+            f"{point.name!r}. "
             "Detectors change nothing; use a Controller to change a value."
         )

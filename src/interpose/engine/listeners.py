@@ -15,7 +15,14 @@ from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, GradientError, NonFinite, SiteNotFound
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
-from interpose.taps.context import current, frame_of, new_frame, stand_down, stand_up, under_checkpoint
+from interpose.taps.context import (
+    current,
+    frame_of,
+    new_frame,
+    stand_down,
+    stand_up,
+    under_checkpoint,
+)
 from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_EDIT, BEFORE_READ, Call
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ class Listener:
         """The tensors of a call that this site means, each with its path and name."""
         value = call.value
         if type(value) is Tensor and not self.site.tail.leaf:
-            found = [((), value, self.site.name)]
+            found: list[tuple[values.Leaf, Tensor, str]] = [((), value, self.site.name)]
         else:
             found = self._inside(value)
         for leaf, tensor, name in found:
@@ -72,7 +79,9 @@ class Listener:
         try:
             part = values.element(value, site.tail.leaf)
         except SiteNotFound as error:
-            raise SiteNotFound(f"{site.name!r} is not in what {type(site.module).__name__} gives: {error}") from None
+            raise SiteNotFound(
+                f"{site.name!r} is not in what {type(site.module).__name__} gives: {error}"
+            ) from None
         leaves = [(*site.tail.leaf, *leaf) for leaf, _ in values.leaves(part)]
         if self.outright and len(leaves) > 1:
             raise several_tensors(site, leaves)
@@ -150,7 +159,8 @@ class Editing(Listener):
         new = values.settled(new, value)
         if self.check_finite and not torch.isfinite(new).all() and torch.isfinite(value).all():
             raise NonFinite(
-                f"{self.hook.label} made NaN or Inf at {point.name!r}; the value it was given was finite."
+                f"{self.hook.label} made NaN or Inf at {point.name!r}; the value it was given was "
+                "finite."
             )
         return new
 
@@ -208,12 +218,15 @@ class TorchEditing(Editing):
                 args, kwargs = returned
                 returned = dict(zip(call.value, args)) | kwargs
             else:
-                returned = dict(zip(call.value, returned if isinstance(returned, tuple) else (returned,)))
+                returned = dict(
+                    zip(call.value, returned if isinstance(returned, tuple) else (returned,))
+                )
         found = dict(values.leaves(returned))
         if type(returned) is not type(call.value) or found.keys() != originals.keys():
             raise EditShapeError(
                 f"{self.hook.label} at {self.site.name!r} returned {_brief(returned)}; "
-                f"the module gives {_brief(call.value)}. Return the same container with the same tensors in it."
+                f"the module gives {_brief(call.value)}. Return the same container with the same "
+                "tensors in it."
             )
         return found
 
@@ -241,10 +254,10 @@ Keep = Callable[[Capturing, Call, Tensor, values.Leaf, str], None]
 class Watching(Listener):
     """Hands the gradients at a site to a hook or a cache.
 
-    The gradient is that of the value the rest of the model sees, over all paths: a tensor hook, never a module
-    backward hook. Where the value does not require grad (a frozen model) a fresh leaf takes its place; where it is
-    also somebody else's value (an argument, an output that is the input or an inner output) a copy does, so that only
-    this site counts.
+    The gradient is that of the value the rest of the model sees, over all paths: a tensor hook,
+    never a module backward hook. Where the value does not require grad (a frozen model) a fresh
+    leaf takes its place; where it is also somebody else's value (an argument, an output that is the
+    input or an inner output) a copy does, so that only this site counts.
     """
 
     def __init__(
@@ -274,13 +287,14 @@ class Watching(Listener):
         for leaf, value, name in self.tensors(call):
             watched = self._watchable(call, leaf, value, name)
             if watched is None or (call.recomputed and self.attached_in_forward):
-                # The graph of a non-reentrant recomputation is thrown away; the first one has the hook.
+                # The graph of a non-reentrant recomputation is thrown away; the first one has the
+                # hook.
                 continue
             self.attached_in_forward = not call.recomputed
             group = call.shared.get((Watching, leaf))
             if group is None:
                 group = call.shared[(Watching, leaf)] = Watchers()
-                watched.register_hook(group.deliver)
+                watched.register_hook(group.deliver)  # type: ignore[no-untyped-call]
             group.members.append((self, self.point(call, name)))
             self.groups.add(group)
             self.attached = True
@@ -292,7 +306,9 @@ class Watching(Listener):
         """The tensor whose gradient is that of this site; replaces the value where it must."""
         if not (value.is_floating_point() or value.is_complex()):
             if self.outright:
-                raise GradientError(f"{name!r} is {value.dtype}: only floating point values have gradients.")
+                raise GradientError(
+                    f"{name!r} is {value.dtype}: only floating point values have gradients."
+                )
             return None
         if not torch.is_grad_enabled():
             self.without_grad = True
@@ -412,12 +428,13 @@ def _guard(tensor: Tensor, fragile: list[Any]) -> None:
         gone = [listener for listener in fragile if listener.gone]
         if gone:
             raise GradientError(
-                f"{gone[0].hook.label} edited {gone[0].site.name!r} under activation checkpointing, and its scope ended "
+                f"{gone[0].hook.label} edited {gone[0].site.name!r} under activation "
+                "checkpointing, and its scope ended "
                 "before this backward pass, which would recompute the model without the edit. "
                 "Call backward() inside the with block."
             )
 
-    tensor.register_hook(check)
+    tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
 
 def _brief(value: Any) -> str:

@@ -39,23 +39,28 @@ def wrap(module: nn.Module) -> Model:
 class Model:
     """A module, and everything one can do with it by name.
 
-    It is not an ``nn.Module``: it owns no parameters and adds no prefix to anybody's ``state_dict``. What it does not
-    have itself it takes from the module: ``model.parameters()``, ``model.state_dict()``, ``model.config``, ``model.fc1``.
+    It is not an ``nn.Module``: it owns no parameters and adds no prefix to anybody's
+    ``state_dict``. What it does not have itself it takes from the module: ``model.parameters()``,
+    ``model.state_dict()``, ``model.config``, ``model.fc1``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         if isinstance(module, Model):
-            raise TypeError("this is wrapped already; wrap(model.module) would make a second view of it.")
+            raise TypeError(
+                "this is wrapped already; wrap(model.module) would make a second view of it."
+            )
         if not isinstance(module, nn.Module):
             raise TypeError(f"wrap takes an nn.Module; got {type(module).__name__}.")
         if isinstance(module, torch.jit.ScriptModule):
             raise Unsupported(
-                f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no hook can see it. "
+                f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
+                "hook can see it. "
                 "Wrap the module before torch.jit.script or trace."
             )
         if any(isinstance(part, nn.DataParallel) for part in module.modules()):
             raise Unsupported(
-                "nn.DataParallel runs copies of the module in threads of its own, where hooks do not reach. "
+                "nn.DataParallel runs copies of the module in threads of its own, where hooks do "
+                "not reach. "
                 "Wrap the module inside it (data_parallel.module), or use DistributedDataParallel."
             )
         self.module = module
@@ -70,6 +75,7 @@ class Model:
     # The module, passed through.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with whatever hooks are in scope."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,7 +84,9 @@ class Model:
         try:
             return getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(f"neither Model nor {type(self.module).__name__} has {name!r}") from None
+            raise AttributeError(
+                f"neither Model nor {type(self.module).__name__} has {name!r}"
+            ) from None
 
     def __reduce__(self) -> tuple[type[Model], tuple[nn.Module]]:
         return type(self), (self.module,)
@@ -101,7 +109,9 @@ class Model:
     @property
     def device(self) -> torch.device:
         """Where the module's first parameter or buffer is."""
-        tensors: Iterator[Tensor] = (t for group in (self.module.parameters(), self.module.buffers()) for t in group)
+        tensors: Iterator[Tensor] = (
+            t for group in (self.module.parameters(), self.module.buffers()) for t in group
+        )
         return next(tensors, torch.empty(0)).device
 
     # What there is.
@@ -142,7 +152,8 @@ class Model:
             hooks: Detectors, Controllers, edits, or pairs (site, function).
             fwd_hooks: pairs (site, function); the function gets a value.
             bwd_hooks: pairs (site, function); the function gets the gradient at that value.
-            check_finite: raise `NonFinite` when an edit makes NaN or Inf (this waits for the device at each edit).
+            check_finite: raise `NonFinite` when an edit makes NaN or Inf (this waits for the device
+            at each edit).
         """
         return Scope(self, _all_hooks(hooks, fwd_hooks, bwd_hooks), check_finite=check_finite)
 
@@ -185,14 +196,16 @@ class Model:
             names_filter: which sites; None keeps the output of every module.
             device: where the cache goes; by default the values stay where they are.
             remove_batch_dim: drop the first axis, which must be 1.
-            incl_bwd: also keep gradients. True if the model returns one number, else a function from the output to one.
+            incl_bwd: also keep gradients. True if the model returns one number, else a function
+                from the output to one.
             pos_slice: which positions of [batch, pos, features] values to keep.
-            keep: what else to cut before keeping: ``{axis: index}``, or a function of the value.
-            stop: end the run after the last site asked for; the output is then None. (A module's first run is complete,
-                to learn whether it is called once.)
+            keep: what to cut before keeping: ``{axis: index}``, or a function of the value.
+            stop: end the run after the last site asked for; the output is then None. (A module's
+                first run is complete, to learn whether it is called once.)
             detach: False keeps live values, through which gradients flow.
-            clone: False keeps values without copying; one that the model changes later then raises when read.
-            hooks: as in `hooks`, here for this run; the cache shows values after them.
+            clone: False keeps values without copying; one that the model changes in place later
+                raises when it is read.
+            hooks: as in `hooks`, for this run; the cache shows values after them.
             fwd_hooks: as in `hooks`.
             bwd_hooks: as in `hooks`.
             check_finite: as in `hooks`.
@@ -241,7 +254,7 @@ class Model:
             name: which sites.
             hook: ``fn(value, hook)``.
             dir: ``fwd`` for values, ``bwd`` for gradients.
-            is_permanent: `reset_hooks` and `remove_all_hook_fns` leave it in place unless told otherwise.
+            is_permanent: `reset_hooks` and `remove_all_hook_fns` leave it unless told otherwise.
             level: a number to remove it by.
             prepend: run before the hooks that are there already.
         """
@@ -253,7 +266,12 @@ class Model:
         return self.add_hook(name, hook, dir=dir, is_permanent=True)
 
     def _add(
-        self, hook: Hook, *, is_permanent: bool = False, level: int | None = None, prepend: bool = False
+        self,
+        hook: Hook,
+        *,
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
     ) -> Handle:
         if any(handle.hook is hook for handle in self._handles):
             raise ValueError(f"{hook.label} is on this model already; remove it first.")
@@ -373,7 +391,9 @@ class HookDict(Mapping[str, HookPoint]):
 
 
 def _all_hooks(
-    hooks: Iterable[HookItem], fwd_hooks: Iterable[tuple[Any, Any]], bwd_hooks: Iterable[tuple[Any, Any]]
+    hooks: Iterable[HookItem],
+    fwd_hooks: Iterable[tuple[Any, Any]],
+    bwd_hooks: Iterable[tuple[Any, Any]],
 ) -> Sequence[Hook]:
     found = [as_hook(item) for item in hooks]
     found += [as_hook(item) for item in fwd_hooks]

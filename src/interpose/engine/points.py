@@ -11,14 +11,14 @@ from interpose.engine.hooks import Hook
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
-    from interpose.sites.tree import Site
 
 
 class HookPoint:
     """A view of a site: the name it was asked by, its layer, scratch space, and the model's hooks on it.
 
-    Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the number of this call
-    of the module within the forward pass (None outside a hook, or where it cannot be known).
+    Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the
+    number of this call of the module within the forward pass (None outside a hook, or where it
+    cannot be known).
     """
 
     __slots__ = ("call", "canonical", "model", "module", "name")
@@ -59,7 +59,11 @@ class HookPoint:
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[Handle]:
-        return [h for h in self.model._handles if h.direction == direction and self.canonical in h.canonicals]
+        return [
+            h
+            for h in self.model._handles
+            if h.direction == direction and self.canonical in h.canonicals
+        ]
 
     def add_hook(
         self,
@@ -85,7 +89,9 @@ class HookPoint:
         level: int | None = None,
     ) -> bool:
         """Whether the model has hooks of its own here."""
-        return any(h.matches(dir, including_permanent, level) for h in self.fwd_hooks + self.bwd_hooks)
+        return any(
+            h.matches(dir, including_permanent, level) for h in self.fwd_hooks + self.bwd_hooks
+        )
 
     def remove_hooks(
         self,
@@ -166,5 +172,7 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
-        where = ", ".join(sorted(self.canonicals)[:3]) + (", ..." if len(self.canonicals) > 3 else "")
+        where = ", ".join(sorted(self.canonicals)[:3]) + (
+            ", ..." if len(self.canonicals) > 3 else ""
+        )
         return f"Handle({self.hook.label} at {where}, {self.direction}, fired {self.fired} times{state})"

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,13 @@ def untouched(module: nn.Module) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy is not None else None
     parts = list(module.modules())
     attributes = [(part, dict(vars(part))) for part in parts]
-    registries = [(registry, dict(registry)) for part in parts for registry in (part._buffers, part._parameters)]
+    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (registry, dict(registry))
+        for part in parts
+        for registry in (part._buffers, cast("dict[str, Any]", part._parameters))
+    ]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
         try:
             yield
@@ -74,7 +78,9 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             site = Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
             binding.asked.append((site, False))
             if not isinstance(module, torch.jit.ScriptModule):
-                binding.listeners.append(Capturing(model, site, scope, outright=False, keep=_nothing))
+                binding.listeners.append(
+                    Capturing(model, site, scope, outright=False, keep=_nothing)
+                )
     scope.bindings.append(binding)
     model._seen.clear()
     with torch.no_grad(), scope:

@@ -1,7 +1,7 @@
 """A scope: hooks that are on the model between two lines of a program, for the thread or task that opened it.
 
-Everything is resolved and checked before the model is touched; everything put on it is taken off in one ExitStack,
-whatever happens in between; and at the end a hook that never ran is an error.
+Everything is resolved and checked before the model is touched; everything put on it is taken off in
+one ExitStack, whatever happens in between; and at the end a hook that never ran is an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Binding:
         """What should have run and did not: each site named outright, or all of a pattern."""
         if not self.hook.enabled:
             return []
-        everyone = [*self.listeners, *(skipper for _, skipper in self.skippers)]
+        everyone: list[Listener | bypass.Skipper] = [
+            *self.listeners,
+            *(skipper for _, skipper in self.skippers),
+        ]
         silent = [x for x in everyone if not x.fired and not isinstance(x, GiveBack)]
         if all(outright for _, outright in self.asked):
             return silent
@@ -88,11 +91,14 @@ def bind(
         binding = Binding(hook, direction)
         binding.asked = sites
         for site, outright in sites:
-            about: dict[str, Any] = {"model": model, "site": site, "scope": scope, "outright": outright}
+            about: dict[str, Any] = {
+                "model": model,
+                "site": site,
+                "scope": scope,
+                "outright": outright,
+            }
             if isinstance(hook, skip):
-                binding.skippers.append(
-                    (site, bypass.Skipper(scope=scope, hook=hook))
-                )
+                binding.skippers.append((site, bypass.Skipper(scope=scope, hook=hook)))
                 continue
             if direction == "bwd":
                 binding.listeners.append(
@@ -124,8 +130,9 @@ def frames(model: Model, scope: Scope | None) -> Binding:
 class Scope:
     """Hooks on a model, from ``__enter__`` to ``__exit__``, for the context that entered.
 
-    With ``single_run`` it lasts for one call of the model, made through `forward`: the beginning and end of that need no
-    hooks on the root, and gradient hooks stay live for the backward pass of what it returned.
+    With ``single_run`` it lasts for one call of the model, made through `forward`: the beginning
+    and end of that need no hooks on the root, and gradient hooks stay live for the backward pass of
+    what it returned.
     """
 
     def __init__(
@@ -145,7 +152,9 @@ class Scope:
         self._forced_eager = False
         self._frames = None if single_run else frames(model, self)
         for hook in hooks:
-            self.bindings += bind(model, hook, self, check_finite=check_finite, outlives_scope=single_run)
+            self.bindings += bind(
+                model, hook, self, check_finite=check_finite, outlives_scope=single_run
+            )
 
     def __enter__(self) -> Scope:
         self.around = context.current().scopes
@@ -153,7 +162,8 @@ class Scope:
         try:
             if self._frames is not None:
                 self._frames.install(first=True)
-            # Gradient watchers go first, so that a cache of live values keeps the value they put in.
+            # Gradient watchers go first, so that a cache of live values keeps the value they put
+            # in.
             for binding in sorted(self.bindings, key=lambda b: b.direction != "bwd"):
                 binding.install()
             context.enter(self, self.model.root)
@@ -172,7 +182,10 @@ class Scope:
         eager.release()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._remove()
         if kind is None and not self.stopped:
@@ -194,7 +207,11 @@ class Scope:
         """Raise if a hook never ran."""
         for binding in self.bindings:
             for silent in binding.silent():
-                if binding.direction == "bwd" and isinstance(silent, Watching) and silent.outlives_scope:
+                if (
+                    binding.direction == "bwd"
+                    and isinstance(silent, Watching)
+                    and silent.outlives_scope
+                ):
                     if silent.attached:
                         continue  # its backward pass is still to come
                 raise NeverFired(self._why(binding, silent))
@@ -205,30 +222,34 @@ class Scope:
         else:
             site = silent.site
         what = f"{binding.hook.label} at {site.name!r} never fired"
-        missed = 0 if isinstance(silent, bypass.Skipper) else silent.missed
+        missed = calls = 0
+        if isinstance(silent, Listener):
+            missed, calls = silent.missed, silent.most_calls
         kind = type(site.module).__name__
         if eager.anything_compiled() and not self._forced_eager:
             return (
-                f"{what}: the model was compiled inside this scope, and compiled code has no hooks.\n"
-                "  Compile it before, or call the module itself; interpose then runs it eagerly while hooks are on."
+                f"{what}: the model was compiled inside this scope, and compiled code has no "
+                "hooks.\n"
+                "  Compile it before, or call the module itself; interpose then runs it eagerly "
+                "while hooks are on."
             )
         if missed:
             return (
-                f"{what}: {kind} was called {missed} times, but outside this scope (in another thread?).\n"
-                "  Threads start with no scope: run ip.in_scope(function) in the thread instead of function."
+                f"{what}: {kind} was called {missed} times, but outside this scope (in another "
+                "thread?).\n"
+                "  Threads start with no scope: run ip.in_scope(function) in the thread instead of "
+                "function."
             )
-        if not self.forwards and not getattr(silent, "most_calls", 0):
+        if not self.forwards and not calls:
             return f"{what}: the model was not called inside the with block."
-        if isinstance(silent, Watching) and silent.most_calls:
+        if isinstance(silent, Watching) and calls:
             return self._why_no_gradient(what, silent)
-        if site.tail.call is not None and getattr(silent, "most_calls", 0):
-            return (
-                f"{what}: {kind} was called {silent.most_calls} times, so its calls are "  # type: ignore[union-attr]
-                f"#0 to #{silent.most_calls - 1}."  # type: ignore[union-attr]
-            )
+        if site.tail.call is not None and calls:
+            return f"{what}: {kind} was called {calls} times: its calls are #0 to #{calls - 1}."
         return (
             f"{what}: {kind} was not called in {self.forwards} forward pass(es).\n"
-            "  Its branch was not taken, or the model uses it without calling it (module.forward(x), module.weight).\n"
+            "  Its branch was not taken, or the model uses it without calling it "
+            "(module.forward(x), module.weight).\n"
             "  Hook the module around it instead.   (what fires: model.scan(inputs); model.sites)"
         )
 
@@ -241,5 +262,3 @@ class Scope:
             f"{what}: its value was seen, but no gradient came back.\n"
             "  Call backward() inside the with block, on something that depends on this site."
         )
-
-

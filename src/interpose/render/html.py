@@ -19,7 +19,9 @@ class Markup(str):
 def bar(share: float, text: str = "", *, colour: str = "#4c78a8", width: int = 120) -> Markup:
     """A bar for a table cell, as long as a share of its full width, with a text after it."""
     filled = round(width * min(max(share, 0.0), 1.0))
-    block = f"display:inline-block;height:0.8em;width:{filled}px;background:{colour};border-radius:2px"
+    block = (
+        f"display:inline-block;height:0.8em;width:{filled}px;background:{colour};border-radius:2px"
+    )
     gap = ";margin-right:6px" if text else ""
     return Markup(f'<span style="{block}{gap}"></span>{escape(text)}')
 
@@ -31,10 +33,13 @@ def image(png: bytes, *, width: int, alt: str = "") -> Markup:
     return Markup(f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" style="{style}">')
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", most: int = 200) -> str:
+def html_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", most: int = 200
+) -> str:
     """A plain table; rows beyond ``most`` are counted, not shown. Cells are escaped, unless they are `Markup`."""
     cells = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in row) + "</tr>" for row in rows[:most]
+        "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in row) + "</tr>"
+        for row in rows[:most]
     )
     heads = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
     more = f"<p>... {len(rows) - most} more</p>" if len(rows) > most else ""

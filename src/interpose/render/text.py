@@ -14,7 +14,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
     if cut > 0:
         shown = shown[: MOST_ROWS // 2] + shown[-MOST_ROWS // 2 :]
     widths = [max(len(row[i]) for row in (tuple(head), *shown)) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (tuple(head), *shown)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in (tuple(head), *shown)
+    ]
     if cut > 0:
         lines.insert(1 + MOST_ROWS // 2, f"... {cut} more ...")
     return "\n".join([title, *lines] if title else lines)

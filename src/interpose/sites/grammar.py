@@ -21,7 +21,9 @@ Key = int | str
 """One step into a container: an index, or a key, field or argument name."""
 
 _STEP = re.compile(r"\[(-?\d+)\]|\[(['\"])(.*?)\2\]|\.([^.\[\]#]+)")
-_TAIL = re.compile(r"(?P<call>#\d+)?(?P<port>\.(?:input|output)(?=[.\[]|$))?(?P<steps>.*)$", re.DOTALL)
+_TAIL = re.compile(
+    r"(?P<call>#\d+)?(?P<port>\.(?:input|output)(?=[.\[]|$))?(?P<steps>.*)$", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A module tree as names: walk it, list it, find the module a name means, say where a wrong one went wrong.
 
-Wrappers that only forward calls (`torch.compile`, DDP, FSDP, checkpoint wrappers) add a segment to every name;
-names are given without it, and accepted with it.
+Wrappers that only forward calls (`torch.compile`, DDP, FSDP, checkpoint wrappers) add a segment to
+every name; names are given without it, and accepted with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
 class Site:
     """A named place where a tensor flows: a module, its input or output, and an element of that.
 
-    ``name`` is the name it was asked by, ``canonical`` the one that all its ``aliases`` share. ``shape``, ``dtype`` and
-    ``calls`` (how often its module was called in a forward pass) are known after a run or `Model.scan`.
+    ``name`` is the name it was asked by, ``canonical`` the one that all its ``aliases`` share.
+    ``shape``, ``dtype`` and ``calls`` (how often its module was called in a forward pass) are known
+    after a run or `Model.scan`.
     """
 
     name: str
@@ -46,7 +47,9 @@ class Site:
         call = self.tail.call if call is None else call
         if leaf == self.tail.leaf and call == self.tail.call:
             return self.name
-        return self.stem + (str(Tail(call, self.tail.port, leaf)) if self.stem else f"{self.tail.port}{spell(leaf)}")
+        return self.stem + (
+            str(Tail(call, self.tail.port, leaf)) if self.stem else f"{self.tail.port}{spell(leaf)}"
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -81,14 +84,18 @@ class ModuleTree:
     def all_names(self) -> Iterator[tuple[str, nn.Module]]:
         """Every name of every module: a module in two places comes twice."""
 
-        def below(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+        def below(
+            path: str, module: nn.Module, above: tuple[int, ...]
+        ) -> Iterator[tuple[str, nn.Module]]:
             module = _unwrapped(module)
             yield path, module
             if id(module) in above:
                 return
             for name, child in children_of(module).items():
                 if child is not None:
-                    yield from below(f"{path}.{name}" if path else name, child, (*above, id(module)))
+                    yield from below(
+                        f"{path}.{name}" if path else name, child, (*above, id(module))
+                    )
 
         yield from below("", self.root, ())
 
@@ -103,7 +110,9 @@ class ModuleTree:
             segment, _, after = rest.partition(".")
             child = children_of(module).get(segment)
             if child is None:
-                if segment in _TRANSPARENT or (segment == "module" and not used and module is not self.root):
+                if segment in _TRANSPARENT or (
+                    segment == "module" and not used and module is not self.root
+                ):
                     rest = after
                     continue
                 break
@@ -115,7 +124,9 @@ class ModuleTree:
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
         known = self._known.get(name)
-        if known is not None and all(children.get(key) is child for children, key, child in known[1]):
+        if known is not None and all(
+            children.get(key) is child for children, key, child in known[1]
+        ):
             return known[0]
         module, stem, rest = self.walk(name)
         tail: Tail | None = Tail()
@@ -164,7 +175,8 @@ class ModuleTree:
     def _with_tail(
         self, module: nn.Module, path: str, rest: str
     ) -> tuple[nn.Module, str, Tail | None]:
-        # `rest` starts with `input`/`output`, or with a last module segment that carries `#2` or `[0]`.
+        # `rest` starts with `input`/`output`, or with a last module segment that carries `#2` or
+        # `[0]`.
         cut = re.search(r"[#\[]", rest.partition(".")[0])
         if cut is not None and cut.start() > 0 and rest[: cut.start()] not in ("input", "output"):
             child = children_of(module).get(rest[: cut.start()])
@@ -187,7 +199,9 @@ class ModuleTree:
                 return [(self.site(wanted), True)]
             return [(site, False) for site in self._glob(wanted)]
         if isinstance(wanted, re.Pattern):
-            return [(site, False) for site in self._matching(lambda n: bool(wanted.search(n)), wanted)]
+            return [
+                (site, False) for site in self._matching(lambda n: bool(wanted.search(n)), wanted)
+            ]
         if callable(wanted):
             return [(site, False) for site in self._matching(wanted, wanted)]
         if isinstance(wanted, Iterable):
@@ -196,10 +210,13 @@ class ModuleTree:
                 for site, outright in self.select(part):
                     found.setdefault(site.name, (site, outright))
             if not found:
-                raise NothingMatched(f"an empty list selects no site in {self.label}. Use None for all sites.")
+                raise NothingMatched(
+                    f"an empty list selects no site in {self.label}. Use None for all sites."
+                )
             return list(found.values())
         raise TypeError(
-            f"a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list of these; "
+            "a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list "
+            "of these; "
             f"got {type(wanted).__name__}: {wanted!r}"
         )
 
@@ -230,7 +247,8 @@ class ModuleTree:
         hits = [site for site in outputs if accepts(site.name)]
         if hits:
             return hits
-        # Inputs repeat what came before them, so a filter reaches them only if it accepts no output.
+        # Inputs repeat what came before them, so a filter reaches them only if it accepts no
+        # output.
         inputs = [self._site(path, module, Tail(port="input")) for path, module in self.modules()]
         hits = [site for site in inputs if accepts(site.name)]
         if not hits:
@@ -242,7 +260,8 @@ class ModuleTree:
         shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
         return (
             f"{what} matches no site in {self.label}.\n  sites are: {shown}\n"
-            f"  In a glob `*` stays within one dotted segment and `**` spans many.   (list them: model.sites)"
+            "  In a glob `*` stays within one dotted segment and `**` spans many.   (list them: "
+            "model.sites)"
         )
 
     def _explain(self, name: str) -> str:
@@ -252,12 +271,16 @@ class ModuleTree:
         where = f"{path!r}" if path else self.label
         lines = [f"no site {name!r} in {self.label}."]
         if children and all(child.isdigit() for child in children):
-            lines.append(f"  {where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}.")
+            lines.append(
+                f"  {where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}."
+            )
         elif children:
             shown = ", ".join(children[:10]) + (", ..." if len(children) > 10 else "")
             lines.append(f"  {where} has: {shown}, input, output")
         else:
-            lines.append(f"  {where} is a {type(module).__name__} with no parts; it has: input, output")
+            lines.append(
+                f"  {where} is a {type(module).__name__} with no parts; it has: input, output"
+            )
         guess = self._guess(name)
         hint = f"did you mean {guess!r}?" if guess else "no name is close to it."
         lines.append(f"  {hint}   (list them: model.sites)")
@@ -271,7 +294,9 @@ class ModuleTree:
             segment, _, after = rest.partition(".")
             if not segment or self._resolves(text):
                 break
-            near = difflib.get_close_matches(segment, [*children_of(module), "input", "output"], n=1)
+            near = difflib.get_close_matches(
+                segment, [*children_of(module), "input", "output"], n=1
+            )
             if not near or near[0] == segment:
                 break
             text = ".".join(part for part in (path, near[0], after) if part)

@@ -1,7 +1,8 @@
 """Skip a module: its hooks run, its forward does not, and a replacement is returned in its stead.
 
-torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward. While someone may skip a module,
-a bypass sits in the module's own ``forward`` slot; calls from outside the scope pass straight through it.
+torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward. While
+someone may skip a module, a bypass sits in the module's own ``forward`` slot; calls from outside
+the scope pass straight through it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ class Bypass:
         return getattr, (owner, "forward") if owner is not None else (self.original, "__call__")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a skipper's replacement, or what the module's own forward returns."""
         here = current()
         for skipper in reversed(self.skippers):
-            inside = not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
+            inside = (
+                not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
+            )
             if inside and skipper.hook.enabled:
                 return skipper.output(args, kwargs)
         return self.original(*args, **kwargs)

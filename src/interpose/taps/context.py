@@ -1,7 +1,8 @@
 """Who is listening here and now: the scopes of this thread or task, and what is known of the forward pass under way.
 
-Everything sits in one context variable, so a thread sees its own scopes only. Autograd's worker threads (CUDA) have no
-context at all: recomputation there is given to the scopes that are live on the module (see `tap.py`).
+Everything sits in one context variable, so a thread sees its own scopes only. Autograd's worker
+threads (CUDA) have no context at all: recomputation there is given to the scopes that are live on
+the module (see `tap.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ R = TypeVar("R")
 class Frame:
     """One forward pass of one root module.
 
-    ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module. ``fragile``: listeners whose
-    edits a checkpoint will have to repeat in the backward pass. ``watched``: tensors whose gradient a site has.
+    ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module.
+    ``fragile``: listeners whose edits a checkpoint will have to repeat in the backward pass.
+    ``watched``: tensors whose gradient a site has.
     """
 
     __slots__ = ("counts", "fragile", "lent", "watched")
@@ -41,7 +43,11 @@ class Context:
     __slots__ = ("frames", "scopes", "standing_down")
 
     def __init__(
-        self, scopes: tuple[object, ...] = (), frames: Mapping[int, Frame] | None = None, *, standing_down: bool = False
+        self,
+        scopes: tuple[object, ...] = (),
+        frames: Mapping[int, Frame] | None = None,
+        *,
+        standing_down: bool = False,
     ) -> None:
         self.scopes = scopes
         self.frames = frames or {}
@@ -49,10 +55,11 @@ class Context:
 
 
 _STANDING_DOWN = Context(standing_down=True)
-_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("interpose", default=Context())
+_NOWHERE = Context()
+_CONTEXT: contextvars.ContextVar[Context] = contextvars.ContextVar("interpose", default=_NOWHERE)
 
 current = _CONTEXT.get
-graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def enter(scope: object, root: object) -> None:
@@ -73,7 +80,9 @@ def new_frame(root: object) -> Frame:
     """A forward pass of this root begins."""
     here = current()
     frame = Frame()
-    _CONTEXT.set(Context(here.scopes, {**here.frames, id(root): frame}, standing_down=here.standing_down))
+    _CONTEXT.set(
+        Context(here.scopes, {**here.frames, id(root): frame}, standing_down=here.standing_down)
+    )
     return frame
 
 
@@ -94,7 +103,8 @@ stand_up = _CONTEXT.reset
 def in_scope(function: Callable[P, R]) -> Callable[P, R]:
     """A function that runs with the scopes open here, wherever it is called: in a thread, in a pool.
 
-    Threads start with no scope, so hooks of a ``with`` block do not fire in them. Wrap what the thread runs:
+    Threads start with no scope, so hooks of a ``with`` block do not fire in them. Wrap what the
+    thread runs:
 
         with model.hooks([...]):
             thread = Thread(target=ip.in_scope(train_step), args=(batch,))

@@ -1,7 +1,8 @@
 """Hooks and `torch.compile`: compiled code does not look at hooks added later, so hooked runs go the eager way.
 
-Measured on torch 2.13: a hook added after compilation is ignored without a word (`skip_nnmodule_hook_guards`). The
-stance that makes compiled modules run eagerly is one setting for the whole process, so entries are counted.
+Measured on torch 2.13: a hook added after compilation is ignored without a word
+(`skip_nnmodule_hook_guards`). The stance that makes compiled modules run eagerly is one setting for
+the whole process, so entries are counted.
 """
 
 from __future__ import annotations
@@ -41,6 +42,6 @@ def release() -> None:
 def anything_compiled() -> bool:
     """Whether `torch.compile` was used in this process. Asking costs nothing; setting a stance does."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    # `cached_backends` fills with the first compile (torch 2.6 to 2.13); without it, assume the worst.
+    # `cached_backends` fills with the first compile (torch 2.6 to 2.13); without it, assume the
+    # worst.
     return frames is not None and bool(getattr(frames, "cached_backends", True))
-

@@ -1,10 +1,12 @@
 """One torch hook of ours per module and phase, and what happens when it is called.
 
-A tap hangs in the module's own hook dictionary, so module and tap live and die together. It hands each call to its
-listeners in their order; a listener belongs to a scope (heard only inside it) or to the model (heard always).
+A tap hangs in the module's own hook dictionary, so module and tap live and die together. It hands
+each call to its listeners in their order; a listener belongs to a scope (heard only inside it) or
+to the model (heard always).
 
-Four phases per module call: the edit phases are prepended, so edits see what the module was given or made; the read
-phases are appended, so reads see what the rest of the model will see, after foreign hooks too.
+Four phases per module call: the edit phases are prepended, so edits see what the module was given
+or made; the read phases are appended, so reads see what the rest of the model will see, after
+foreign hooks too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from interpose.errors import GradientError, Unsupported
 from interpose.taps import values
 from interpose.taps.context import current, frame_of, graph_task, in_autograd_thread
 
-
 BEFORE_EDIT, BEFORE_READ, AFTER_EDIT, AFTER_READ = range(4)
 """The phases of a module call, in order; the values of the first two are its arguments, of the others its output."""
 
@@ -37,13 +38,25 @@ def is_before(phase: int) -> bool:
 class Call:
     """One call of a module as its listeners see it: the values, which they may replace.
 
-    ``inputs`` is None before the forward. ``lent`` are arguments that were replaced. ``shared`` is for listeners that
-    do one thing together, such as keeping one copy of a value.
+    ``inputs`` is None before the forward. ``lent`` are arguments that were replaced. ``shared`` is
+    for listeners that do one thing together, such as keeping one copy of a value.
     """
 
-    __slots__ = ("changed", "index", "inputs", "lent", "module", "recomputed", "root", "shared", "value")
+    __slots__ = (
+        "changed",
+        "index",
+        "inputs",
+        "lent",
+        "module",
+        "recomputed",
+        "root",
+        "shared",
+        "value",
+    )
 
-    def __init__(self, module: nn.Module, value: Any, inputs: Any, recomputed: bool, root: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, value: Any, inputs: Any, recomputed: bool, root: nn.Module
+    ) -> None:
         self.module = module
         self.value = value
         self.inputs = inputs
@@ -100,8 +113,10 @@ class Tap:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """What torch calls. The arity is open: see the first line."""
         if len(rest) != (1 if self.before else 2):
-            # Another thread is registering this very hook: torch writes it before its with_kwargs flag.
+            # Another thread is registering this very hook: torch writes it before its with_kwargs
+            # flag.
             return None
         if torch.compiler.is_compiling():
             # Compiled for the first time inside a scope: the compiled code must not hold our hooks.
@@ -139,7 +154,8 @@ class Tap:
     def _call(self, module: nn.Module, args: Any, rest: Any, again: bool, root: nn.Module) -> Call:
         if "_is_replica" in module.__dict__:
             raise Unsupported(
-                "hooks do not work inside nn.DataParallel, whose replicas run in threads of their own. "
+                "hooks do not work inside nn.DataParallel, whose replicas run in threads of their "
+                "own. "
                 "Use DistributedDataParallel, or wrap the module before replicating it."
             )
         if self.before:
@@ -153,13 +169,17 @@ class Tap:
 
     def _may_not_know_whose(self) -> bool:
         """Autograd's threads cannot tell whose call it is: fine while all scopes here are nested in one another."""
-        scopes: dict[int, Any] = {id(x.scope): x.scope for x in self.listeners if x.scope is not None}
+        scopes: dict[int, Any] = {
+            id(x.scope): x.scope for x in self.listeners if x.scope is not None
+        }
         if len(scopes) > 1:
             innermost = max(scopes.values(), key=lambda scope: len(scope.around))
             if not {id(scope) for scope in (*innermost.around, innermost)}.issuperset(scopes):
                 raise GradientError(
-                    "a checkpointed part of the model is recomputed in an autograd thread while several threads have "
-                    "hooks on it: whose call this is cannot be known. Let one thread train at a time, or turn "
+                    "a checkpointed part of the model is recomputed in an autograd thread while "
+                    "several threads have "
+                    "hooks on it: whose call this is cannot be known. Let one thread train at a "
+                    "time, or turn "
                     "activation checkpointing off."
                 )
         return True
@@ -171,8 +191,10 @@ def _recomputed_index(listener: Listener, module: nn.Module) -> int | None:
         return 0
     if listener.call is not None:
         raise GradientError(
-            f"{type(module).__name__} is called {listener.most_calls} times under activation checkpointing; which call is "
-            f"being recomputed cannot be known, so call #{listener.call} cannot be hooked. Hook all its calls, or turn "
+            f"{type(module).__name__} is called {listener.most_calls} times under activation "
+            "checkpointing; which call is "
+            f"being recomputed cannot be known, so call #{listener.call} cannot be hooked. Hook "
+            "all its calls, or turn "
             "checkpointing off."
         )
     return None
@@ -185,7 +207,8 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
     """Let a listener hear a module's calls."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unsupported(
-            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no hook can see it. "
+            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
+            "hook can see it. "
             "Hook the module that calls it, or use the module before torch.jit.script or trace."
         )
     with _LOCK:
@@ -193,7 +216,11 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
         if tap is None:
             tap = Tap(phase)
             tap.listeners = (listener,)
-            register = module.register_forward_pre_hook if is_before(phase) else module.register_forward_hook
+            register = (
+                module.register_forward_pre_hook
+                if is_before(phase)
+                else module.register_forward_hook
+            )
             prepend = phase in (BEFORE_EDIT, AFTER_EDIT)
             tap.handle = register(tap, prepend=prepend, with_kwargs=True)
         else:
@@ -231,7 +258,9 @@ def _give_back(call: Call, lent: Sequence[tuple[Tensor, Tensor, int]]) -> None:
                 call.changed = True
 
 
-def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments by the names the forward gives them; what ``*args`` takes stays one tuple."""
     names, star = _parameters(module)
     named = dict(zip(names, args))
@@ -254,7 +283,11 @@ def given_arguments(
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], str]:
     forward = type(module).forward
-    return _parameters_of(forward) if "forward" not in vars(module) else _parameters_of.__wrapped__(module.forward)
+    return (
+        _parameters_of(forward)
+        if "forward" not in vars(module)
+        else _parameters_of.__wrapped__(module.forward)
+    )
 
 
 @lru_cache(maxsize=1024)

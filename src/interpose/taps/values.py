@@ -1,8 +1,9 @@
 """Tensors inside what modules take and return: find them, read them, put others in their place.
 
-Containers are tuples, named tuples, lists, dictionaries and dataclasses (so also transformers' ModelOutput), nested as
-they come. A container is never changed: putting a tensor in returns a new one of the same type. Everything else
-(caches, strings, None) is left alone. This is the only file that knows about containers.
+Containers are tuples, named tuples, lists, dictionaries and dataclasses (so also transformers'
+ModelOutput), nested as they come. A container is never changed: putting a tensor in returns a new
+one of the same type. Everything else (caches, strings, None) is left alone. This is the only file
+that knows about containers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def element(value: Any, leaf: Leaf) -> Any:
         if found is _MISSING:
             there = [spell((name,)) for name, _ in parts(value)]
             what = f"has {', '.join(there)}" if there else f"is a {type(value).__name__}"
-            raise SiteNotFound(f"no element {spell(leaf[: depth + 1])!r}: {spell(leaf[:depth]) or 'the value'} {what}")
+            raise SiteNotFound(
+                f"no element {spell(leaf[: depth + 1])!r}: {spell(leaf[:depth]) or 'the value'} "
+                f"{what}"
+            )
         value = found
     return value
 
@@ -96,7 +100,7 @@ _MISSING = object()
 
 def _step(value: Any, key: Key) -> Any:
     if isinstance(value, Mapping) and key in value:
-        return value[key]  # type: ignore[index]
+        return value[key]
     found = list(parts(value))
     if isinstance(key, int):
         return found[key][1] if -len(found) <= key < len(found) else _MISSING
@@ -155,12 +159,14 @@ def check_supported(value: Tensor, name: str) -> None:
     """Refuse tensors that are not one plain array: inside ``vmap``, or a shard of a larger one."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Unsupported(
-            f"{name!r} was reached inside torch.func (vmap, grad, jvp): its value has no meaning outside. "
+            f"{name!r} was reached inside torch.func (vmap, grad, jvp): its value has no meaning "
+            "outside. "
             "Call the model directly on a batch instead."
         )
     if type(value) is not Tensor and hasattr(value, "full_tensor"):
         raise Unsupported(
-            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is whole, "
+            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is "
+            "whole, "
             "or run the model unsharded."
         )
 
@@ -177,7 +183,8 @@ def check_replacement(new: Any, value: Tensor, hook: Any, name: str) -> Tensor:
     there = f"{hook.label} at {name!r}"
     if not isinstance(new, Tensor):
         raise EditShapeError(
-            f"{there} returned a {type(new).__name__}; the value is a tensor of shape {tuple(value.shape)}. "
+            f"{there} returned a {type(new).__name__}; the value is a tensor of shape "
+            f"{tuple(value.shape)}. "
             "Return a tensor, or None to leave the value as it is."
         )
     if new.shape != value.shape:
@@ -187,7 +194,8 @@ def check_replacement(new: Any, value: Tensor, hook: Any, name: str) -> Tensor:
         )
     if _kind(new) != _kind(value):
         raise EditShapeError(
-            f"{there} returned {new.dtype}; the model needs {value.dtype}, and {_kind(new)} does not stand "
+            f"{there} returned {new.dtype}; the model needs {value.dtype}, and {_kind(new)} does "
+            "not stand "
             f"for {_kind(value)}. Convert it with .to({value.dtype})."
         )
     raise EditShapeError(

@@ -1,0 +1,89 @@
+"""Every code block of the README and the docs runs, top to bottom, and prints what the page says it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[tuple[str, str, str | None]]:
+    """Each python block with where it is and, if a text block follows at once, what it must print."""
+    fences = list(FENCE.finditer(text))
+    found = []
+    for number, fence in enumerate(fences):
+        if fence[1] != "python":
+            continue
+        after = fences[number + 1] if number + 1 < len(fences) else None
+        printed = None
+        if (
+            after is not None
+            and after[1] == "text"
+            and not text[fence.end() : after.start()].strip()
+        ):
+            printed = after[2]
+        found.append((f"line {text.count(chr(10), 0, fence.start()) + 1}", fence[2], printed))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run_and_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for where, code, printed in blocks(page.read_text()):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, f"{page.name}, {where}", "exec"), namespace)
+        if printed is None:
+            assert out.getvalue() == "", (
+                f"{page.name}, {where} prints something the page does not show"
+            )
+        else:
+            assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+                line.rstrip() for line in printed.splitlines()
+            ], f"{page.name}, {where}"
+
+
+def test_the_pages_have_code_to_run() -> None:
+    assert len(blocks((ROOT / "README.md").read_text())) >= 1
+    assert sum(len(blocks(page.read_text())) for page in PAGES) >= 20
+
+
+def test_a_wrong_output_in_a_page_is_found() -> None:
+    page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
+    ((_, code, printed),) = blocks(page)
+    assert (code, printed) == ("print(1 + 1)\n", "3\n")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_examples_run(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(example), str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_link_in_the_pages_leads_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
