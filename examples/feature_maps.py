@@ -30,10 +30,10 @@ def main(folder: Path) -> None:
 
     maps = ip.feature_maps(ip.wrap(module), circle(), ["0", "1", "2"], columns=8)
     print(maps)
-    for grid in maps.grids:
+    strongest = maps["2"].values.flatten(1).argmax(1)
+    for channel, place in enumerate(strongest.tolist()):
         print(
-            f"{grid.site}: largest response per channel",
-            [f"{v:.2f}" for v in grid.values.amax((1, 2))],
+            f"channel {channel} ({45 * channel:3} degrees) peaks at row {place // 8}, column {place % 8}"
         )
     print("written to", maps.save(folder / "feature_maps.png"))
     print("written to", maps.save(folder / "feature_maps.html"))

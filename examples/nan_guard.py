@@ -19,27 +19,32 @@ class Normalise(nn.Module):
 
 
 def main() -> None:
-    """Train with too large a step until something breaks, and say what."""
+    """Train on data with one bad row in it, and find both the layer and the row."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), Normalise(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(module.parameters(), lr=3.0)
-    x = torch.randn(64, 4)
+    module = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), Normalise(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    x = torch.randn(640, 4)
+    x[391] = 0.0  # a measurement that was never made
     y = x.sum(1, keepdim=True)
 
     model = ip.wrap(module)
-    with model.hooks([ip.NaNGuard()]):
-        for step in range(100):
+    guard = ip.NaNGuard()
+    batch = x
+    with model.hooks([guard]):
+        for step, batch in enumerate(x.split(64)):
             optimizer.zero_grad()
             try:
-                F.mse_loss(model(x), y).backward()
+                F.mse_loss(model(batch), y[step * 64 : step * 64 + 64]).backward()
             except ip.NonFinite as error:
                 print(f"step {step}: {error}")
                 break
             optimizer.step()
 
-    # All units of the ReLU were zero for some rows: a constant row has no standard deviation.
-    _, cache = model.run_with_cache(x, names_filter="1")
-    print("rows without any active unit:", int((cache["1"] == 0).all(1).sum()), "of", len(x))
+    # What went into the layer that broke? Run the batch again and look just before it.
+    assert guard.first is not None
+    _, cache = model.run_with_cache(batch, names_filter=f"{guard.first.site}.input")
+    constant = cache[f"{guard.first.site}.input"].std(-1) == 0
+    print("rows that are constant there:", constant.nonzero().flatten().tolist(), "of this batch")
 
 
 if __name__ == "__main__":

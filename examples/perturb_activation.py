@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpose as ip
+from interpose.analysis.adversarial import shift
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         step = 0.3 * value.std().item()  # the same share of each layer's own spread
         worst = ip.adversarial(model, x, site=site, loss=loss, step=step)
         signs = torch.randint(0, 2, value.shape) * 2.0 - 1.0
-        random = type(worst)(site, step * signs)
+        random = shift(site, step * signs)
         print(f"{site:6} worst step: {accuracy(worst):4.0%}   random step: {accuracy(random):4.0%}")
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from interpose.taps import context, eager
+
+
+# INTERPOSE_TEST_DEVICE=cuda runs the same tests there, where autograd has threads of its own.
+torch.set_default_device(os.environ.get("INTERPOSE_TEST_DEVICE", "cpu"))
 
 
 @pytest.fixture(autouse=True)

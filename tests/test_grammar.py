@@ -68,7 +68,7 @@ def test_a_tail_says_which_call_which_port_and_which_element(text, tail):
 
 @pytest.mark.parametrize(
     "text",
-    ".weight .inputs x # #x #-1 #1x [ [x] [0 [0]x .input[ .input..x .output#1".split(),
+    [".weight", ".inputs", "x", "#", "#x", "#-1", "#1x", "[", "[x]", "[0", "[0]x", ".input..x"],
 )
 def test_what_is_no_tail_reads_as_none(text):
     assert parse_tail(text) is None
@@ -374,6 +374,27 @@ def test_a_hook_at_every_listed_name_runs_at_that_module(root):
     assert seen == {site.name: site.module for site, _ in model.tree.select(None)}
 
 
+class Layer(nn.Module):
+    """Returns a tuple and has a part called output, as many transformer layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.output = nn.ReLU()
+
+    def forward(self, x):
+        return self.output(x), x
+
+
+def test_a_cache_key_names_the_same_tensor_to_a_hook_also_beside_a_part_called_output():
+    model = ip.wrap(nn.Sequential(Layer()))
+    x = torch.tensor([-1.0])
+    _, cache = model.run_with_cache(x)
+    for name in cache:
+        seen = []
+        model.run_with_hooks(x, fwd_hooks=[(name, lambda value, seen=seen: seen.append(+value))])
+        assert [value.tolist() for value in seen] == [cache[name].tolist()]
+
+
 def test_a_name_follows_the_module_when_a_part_is_replaced():
     model = ip.wrap(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2), act=nn.ReLU())))
     assert isinstance(model.tree.site("act").module, nn.ReLU)
@@ -554,20 +575,12 @@ def test_a_tuple_output_named_without_an_index_says_which_ones_there_are():
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "lstm.output[5]",
-            "'lstm.output[5]' is not in what LSTM gives: no element '[5]': the value has [0], [1]",
-        ),
-        (
-            "embed.output[0]",
-            "'embed.output[0]' is not in what Linear gives: no element '[0]': "
-            "the value is a Tensor",
-        ),
-    ],
+    ("name", "kind", "there"),
+    [("lstm.output[5]", "LSTM", "has [0], [1]"), ("embed.output[0]", "Linear", "is a Tensor")],
 )
-def test_an_element_that_is_not_there_says_what_the_module_gives(name, text):
+def test_an_element_that_is_not_there_says_what_the_module_gives(name, kind, there):
     model = ip.wrap(Net())
+    step = name[name.index("[") :]
+    text = f"{name!r} is not in what {kind} gives: no element {step!r}: the value {there}"
     run = lambda: model.run_with_cache(torch.ones(3, 2), names_filter=name)  # noqa: E731
     assert told(ip.SiteNotFound, run) == text

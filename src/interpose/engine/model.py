@@ -152,8 +152,8 @@ class Model:
             hooks: Detectors, Controllers, edits, or pairs (site, function).
             fwd_hooks: pairs (site, function); the function gets a value.
             bwd_hooks: pairs (site, function); the function gets the gradient at that value.
-            check_finite: raise `NonFinite` when an edit makes NaN or Inf (this waits for the device
-            at each edit).
+            check_finite: raise `NonFinite` when an edit makes NaN or Inf (this waits for the
+                device at each edit).
         """
         return Scope(self, _all_hooks(hooks, fwd_hooks, bwd_hooks), check_finite=check_finite)
 
