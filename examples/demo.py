@@ -31,8 +31,8 @@ def spirals(count: int) -> tuple[Tensor, Tensor]:
 def pictures(count: int) -> tuple[Tensor, Tensor]:
     """Outlines of circles, squares and crosses, [count, 1, 12, 12], in many places and sizes, with noise."""
     label = torch.arange(count) % 3
-    middle = 5.5 + 2.4 * torch.rand(count, 2, 1, 1) - 1.2
-    radius = 2.6 + 1.4 * torch.rand(count, 1, 1)
+    middle = 5.5 + 2 * torch.rand(count, 2, 1, 1) - 1
+    radius = 3.0 + 1.4 * torch.rand(count, 1, 1)
     line = torch.arange(12.0)
     down, across = (
         (line[None, :, None] - middle[:, 0]).abs(),
@@ -46,14 +46,14 @@ def pictures(count: int) -> tuple[Tensor, Tensor]:
         ),
     )
     chosen = torch.stack(distances)[label, torch.arange(count)]
-    images = torch.exp(-((chosen / 0.7) ** 2)) + 0.15 * torch.randn(count, 12, 12)
+    images = torch.exp(-((chosen / 0.8) ** 2)) + 0.1 * torch.randn(count, 12, 12)
     return images[:, None], label
 
 
 def mlp() -> nn.Sequential:
     """Two numbers in, two classes out."""
     return nn.Sequential(
-        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
+        nn.Linear(2, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)
     )
 
 
@@ -79,7 +79,7 @@ def train(module: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], steps
     """Fresh data in every step, so there is nothing to overfit."""
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for _ in range(steps):
-        x, y = draw(256)
+        x, y = draw(128)
         optimizer.zero_grad()
         F.cross_entropy(module(x), y).backward()
         optimizer.step()
@@ -89,7 +89,7 @@ def train(module: nn.Module, draw: Callable[[int], tuple[Tensor, Tensor]], steps
 def accuracy(model: ip.Model, x: Tensor, y: Tensor, *hooks: ip.Hook) -> float:
     """The share of right answers, with hooks in place."""
     with model.hooks(hooks):
-        return (model(x).argmax(1) == y).float().mean().item()
+        return float((model(x).argmax(1) == y).float().mean())
 
 
 class without(ip.Controller):
@@ -99,21 +99,24 @@ class without(ip.Controller):
         super().__init__(site)
         self.channel = channel
 
-    def change(self, value: Tensor, hook: ip.HookPoint) -> None:
+    def change(self, value: Tensor, hook: ip.HookPoint) -> None:  # noqa: ARG002
         """The value is a copy: change it in place."""
         value[:, self.channel] = 0.0
 
 
 @torch.no_grad()
-def decision(model: ip.Model, *hooks: ip.Hook, size: int = 120) -> bytes:
-    """What the MLP answers at each point of the plane, red for one class and blue for the other."""
+def decision(model: ip.Model, points: Tensor, *hooks: ip.Hook, size: int = 150) -> bytes:
+    """What the MLP answers in the plane, red for one class and blue for the other, and points in it."""
     line = torch.linspace(-1.1, 1.1, size)
     plane = torch.cartesian_prod(line, line)[:, [1, 0]]
     with model.hooks(hooks):
         sure = model(plane).softmax(1)[:, 0] * 2 - 1
     palette = colours.table(lambda share: colours.diverging(2 * share - 1))
     pixels = torch.tensor(palette, dtype=torch.uint8)[((sure + 1) * 127.5).long()]
-    return png.encode(pixels.reshape(size, size, 3).numpy())
+    pixels = pixels.reshape(size, size, 3)
+    across, down = ((points + 1.1) / 2.2 * (size - 1)).round().long().unbind(1)
+    pixels[down, across] = 255
+    return png.encode(pixels.numpy())
 
 
 def ablation(model: ip.Model, site: str, x: Tensor, y: Tensor) -> list[tuple[int, list[float]]]:
@@ -149,25 +152,21 @@ def look_at_mlp() -> list[str]:
     health = ip.gradient_health(model, x, loss=lambda output: F.cross_entropy(output, y))
     print(f"{statistics}\n\n{health}\n")
 
-    # Which unit of the second hidden layer matters most? Switch each off in turn.
-    drops = [right - accuracy(model, x, y, without("3", unit)) for unit in range(32)]
-    worst = max(range(32), key=drops.__getitem__)
-    print(f"without unit {worst} of layer 3: {right - drops[worst]:.1%} right\n")
-    cut = f"without unit {worst} of layer 3: {right - drops[worst]:.1%} right"
+    # Which unit of the first hidden layer matters most? Switch each off in turn.
+    left = [accuracy(model, x, y, without("1", unit)) for unit in range(24)]
+    worst = min(range(24), key=left.__getitem__)
+    cut = f"without unit {worst} of site '1': {left[worst]:.1%} right"
+    print(f"{cut}\n")
+    before, after = decision(model, x[:400]), decision(model, x[:400], without("1", worst))
     planes = side_by_side(
-        (f"as trained: {right:.1%} right", image(decision(model), width=300, alt="decision map")),
-        (
-            cut,
-            image(
-                decision(model, without("3", worst)), width=300, alt="decision map after the cut"
-            ),
-        ),
+        (f"as trained: {right:.1%} right", image(before, width=300, alt="decision map")),
+        (cut, image(after, width=300, alt="decision map after the cut")),
     )
     return [
         section(
             "A small network on two spirals",
-            "What it answers at each point of the plane, before and after one of its 64 hidden units "
-            "is switched off by a hook.",
+            "What it answers at each point of the plane (dots are data), before and after one of its "
+            "48 hidden units is switched off by a hook.",
             planes,
         ),
         section(
@@ -195,7 +194,7 @@ def look_at_cnn() -> list[str]:
     print(f"{statistics}\n\n{health}\n")
 
     maps = [
-        (KINDS[kind], ip.feature_maps(model, x[y == kind], ["input.x", "act1", "act2"], columns=4))
+        (KINDS[kind], ip.feature_maps(model, x[y == kind], ["input", "act1", "act2"], columns=4))
         for kind in (0, 2)
     ]
     table_rows = ablation(model, "act2", x, y)
@@ -228,6 +227,7 @@ def look_at_cnn() -> list[str]:
 
 def main() -> None:
     """Train, look, write."""
+    torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(0)
     sections = [*look_at_mlp(), *look_at_cnn()]
     path = write(Path("demo.html"), page("interpose: a look inside two networks", *sections))

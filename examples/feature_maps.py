@@ -22,11 +22,12 @@ def circle(size: int = 32) -> Tensor:
 
 def main(folder: Path) -> None:
     """Show edges in eight directions, then what pooling leaves of them."""
-    module = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(4))
+    edges = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+    module = nn.Sequential(edges, nn.ReLU(), nn.MaxPool2d(4))
     line = torch.tensor([-1.0, 0.0, 1.0])
     with torch.no_grad():
         for channel, angle in enumerate(torch.arange(8) * torch.pi / 4):
-            module[0].weight[channel, 0] = line[None, :] * angle.cos() + line[:, None] * angle.sin()
+            edges.weight[channel, 0] = line[None, :] * angle.cos() + line[:, None] * angle.sin()
 
     maps = ip.feature_maps(ip.wrap(module), circle(), ["0", "1", "2"], columns=8)
     print(maps)

@@ -40,8 +40,9 @@ def main(folder: Path) -> None:
 
     # Layers of width 64 keep the gradient's size if their weights have a standard deviation of (2 / 64) ** 0.5.
     module = deep(nn.ReLU)
-    for part in module[:-1:2]:
-        nn.init.kaiming_normal_(part.weight)
+    for part in module:
+        if isinstance(part, nn.Linear):
+            nn.init.kaiming_normal_(part.weight)
     health = ip.gradient_health(ip.wrap(module), x, loss=loss)
     print("\nReLU with He initialisation:")
     print(health)

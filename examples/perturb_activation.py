@@ -33,7 +33,7 @@ def main() -> None:
     def accuracy(*hooks: ip.Hook) -> float:
         with torch.no_grad():
             output = model.run_with_hooks(x, hooks=hooks)
-        return (output.argmax(1) == y).float().mean().item()
+        return float((output.argmax(1) == y).float().mean())
 
     print(f"untouched: {accuracy():.0%}")
     _, cache = model.run_with_cache(x, names_filter=["input", "0", "1", "2", "3"])

@@ -17,9 +17,8 @@ import interpose as ip
 def main(folder: Path) -> None:
     """Collect statistics of a small network, once without and once with a fault in it."""
     torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)
-    )
+    first = nn.Linear(8, 32)
+    module = nn.Sequential(first, nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     loader = DataLoader(TensorDataset(torch.randn(2048, 8), torch.zeros(2048)), batch_size=256)
     model = ip.wrap(module)
 
@@ -28,7 +27,8 @@ def main(folder: Path) -> None:
     print(before)
 
     # A large negative bias switches half of the first layer off for good.
-    module[0].bias.data[:16] -= 50.0
+    with torch.no_grad():
+        first.bias[:16] -= 50.0
     after = ip.activation_statistics(model, loader, sites=["1", "3"])
     dead = after["1"].dead.nonzero().flatten().tolist()
     print(f"\nafter the fault, dead units in '1': {dead}")

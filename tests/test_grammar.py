@@ -385,14 +385,25 @@ class Layer(nn.Module):
         return self.output(x), x
 
 
+class Keeping(ip.Detector):
+    def read(self, value, hook):
+        self.seen = [*getattr(self, "seen", []), value.tolist()]
+
+
+def test_a_call_of_a_part_called_output_can_be_named():
+    tree = ModuleTree(nn.Sequential(Layer()))
+    assert tree.site("0.output#1").module is tree.root[0].output
+    assert tree.site("0.output#1").tail == Tail(call=1)
+
+
 def test_a_cache_key_names_the_same_tensor_to_a_hook_also_beside_a_part_called_output():
     model = ip.wrap(nn.Sequential(Layer()))
     x = torch.tensor([-1.0])
     _, cache = model.run_with_cache(x)
     for name in cache:
-        seen = []
-        model.run_with_hooks(x, fwd_hooks=[(name, lambda value, seen=seen: seen.append(+value))])
-        assert [value.tolist() for value in seen] == [cache[name].tolist()]
+        detector = Keeping(name)
+        model.run_with_hooks(x, hooks=[detector])
+        assert detector.seen == [cache[name].tolist()]
 
 
 def test_a_name_follows_the_module_when_a_part_is_replaced():

@@ -374,7 +374,7 @@ def test_hooks_that_are_none_are_refused(net: nn.Sequential, x: Tensor) -> None:
         (ip.scale("0", by=-0.5), lambda v: v * -0.5),
         (ip.scale("0", at=(..., slice(0, 2)), by=3), lambda v: v * torch.tensor([3.0, 3, 1, 1])),
     ],
-    ids=repr,
+    ids=["zero", "zero_at", "fill", "fill_tensor", "add", "scale", "scale_at"],
 )
 def test_edits_do_what_they_say(edit: ip.Edit, by_hand, net: nn.Sequential, x: Tensor) -> None:
     right = net[2](net[1](by_hand(net[0](x))))

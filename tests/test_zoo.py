@@ -6,6 +6,7 @@ them together by itself. Whatever it and interpose both can do must be the same 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -26,12 +27,20 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def without_onednn() -> Iterator[None]:
-    """In bfloat16 its convolutions need AMX, and stop the process where a virtual machine forbids that."""
-    enabled = torch._C._get_mkldnn_enabled()
+def plain_cpu() -> Iterator[None]:
+    """One thread, no oneDNN (its bfloat16 convolutions crash where AMX is forbidden), no device mode.
+
+    A default device is a mode that sees every call of torch, and turns fused kernels off.
+    """
+    threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+    device = torch.get_default_device()
+    torch.set_num_threads(1)
     torch._C._set_mkldnn_enabled(False)
+    torch.set_default_device(None if device.type == "cpu" else device)
     yield
-    torch._C._set_mkldnn_enabled(enabled)
+    torch.set_default_device(device)
+    torch._C._set_mkldnn_enabled(onednn)
+    torch.set_num_threads(threads)
 
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=str)
@@ -83,23 +92,33 @@ def with_tensor(value: Any, leaf: Leaf, new: Tensor) -> Any:
 # Runs that can be compared: same parameters, same buffers, same inputs, same random numbers.
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def built(case: Case, dtype: torch.dtype) -> nn.Module:
     return case.module(dtype)
 
 
 def fresh(case: Case, dtype: torch.dtype, *, frozen: bool = False) -> tuple[nn.Module, tuple, dict]:
-    module = copy.deepcopy(built(case, dtype))
+    """A copy of the module and new inputs; the random numbers start over."""
+    original = built(case, dtype)
+    configs = [vars(part).get(name) for part in original.modules() for name in CONFIGS]
+    module = copy.deepcopy(original, {id(config): config for config in configs})
     for parameter in module.parameters():
         parameter.requires_grad_(not frozen)
     args, kwargs = case.inputs(dtype)
-    torch.manual_seed(0)
+    seed = torch.default_generator.manual_seed  # torch.manual_seed takes longer than most modules
+    (seed if torch.get_default_device().type == "cpu" else torch.manual_seed)(0)
     return module, args, kwargs
+
+
+CONFIGS = (
+    "config",
+    "generation_config",
+)  # of transformers: slow to copy, and nobody writes to them
 
 
 def loss_of(output: Any) -> Tensor:
     """One number that depends on every floating point tensor of an output, each element differently."""
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator("cpu").manual_seed(4)
     total = 0.0
     for _, tensor in tensors_in(output):
         if tensor.is_complex():
@@ -111,7 +130,7 @@ def loss_of(output: Any) -> Tensor:
     return total
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def trouble(case: Case, dtype: torch.dtype) -> tuple[str | None, str | None]:
     """What plain torch on CPU says when it cannot run the bare module forward, or backward."""
     module, args, kwargs = fresh(case, dtype)
@@ -501,3 +520,846 @@ def raw_gradient(case: Case, dtype: torch.dtype, at: Record, *, frozen: bool) ->
         return None
     loss.backward()
     return leaves[0].grad
+
+
+# The traps of bare torch hooks, by their numbers; most tests first show that torch falls in.
+
+
+class Net(nn.Module):
+    """fc1, an activation, fc2."""
+
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+        self.act = act or nn.Tanh()
+        self.fc2 = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, 4)
+
+
+def double(value: Tensor, hook: ip.HookPoint) -> Tensor:
+    return value * 2
+
+
+def leaf_gradient(module: nn.Module, at: str, *args: Any, **kwargs: Any) -> Tensor:
+    """d(loss)/d(output of a module that returns a tensor), by a leaf put in its place."""
+    leaves = []
+
+    def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        leaves.append(out.detach().clone().requires_grad_())
+        return leaves[0].clone()
+
+    handle = module.get_submodule(at).register_forward_hook(hook)
+    loss_of(module(*args, **kwargs)).backward()
+    handle.remove()
+    module.zero_grad()
+    return leaves[0].grad
+
+
+def test_trap_01_full_backward_hooks_break_on_in_place_operations(x):
+    module = Net(nn.ReLU(inplace=True))
+    handle = module.fc1.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="BackwardHookFunction"):
+        module(x)
+    handle.remove()
+    _, cache = ip.wrap(module).run_with_cache(x, names_filter="fc1", incl_bwd=loss_of)
+    assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
+
+
+def test_trap_02_full_backward_hooks_see_no_gradient_of_keyword_arguments(x):
+    module = CASES["keyword_only"].module(torch.float32)
+    x.requires_grad_()
+    seen = []
+    handle = module.inner.register_full_backward_hook(lambda _, inputs, __: seen.append(inputs))
+    scale = torch.randn(4)
+    with pytest.warns(UserWarning, match="no inputs require gradients"):
+        loss_of(module(hidden=x, scale=scale)).backward()
+    handle.remove()
+    assert seen == [()]
+    inputs = ["inner.input.hidden", "inner.input.scale"]
+    _, cache = ip.wrap(module).run_with_cache(
+        hidden=x, scale=scale, names_filter=inputs, incl_bwd=loss_of
+    )
+    assert_same(cache.grad["inner.input.hidden"], x.grad)
+    scale.requires_grad_()
+    loss_of(module(hidden=x, scale=scale)).backward()
+    assert_same(cache.grad["inner.input.scale"], scale.grad)
+
+
+@pytest.mark.parametrize("name", ["dict_output", "dataclass_output", "model_output"])
+def test_trap_03_full_backward_hooks_never_fire_on_dictionaries_and_dataclasses(name, x):
+    module = CASES[name].module(torch.float32)
+    seen = []
+    handle = module.body.register_full_backward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="backward hook"):
+        loss_of(module(x)).backward()
+    handle.remove()
+    assert not seen
+    _, cache = ip.wrap(module).run_with_cache(x, names_filter="**", incl_bwd=loss_of)
+    grads = [name for name in cache.grad if name.startswith("body.output")]
+    assert len(grads) >= 2
+    assert all(cache.grad[name].abs().sum() > 0 for name in grads)
+
+
+def test_trap_04_a_full_backward_hook_that_does_nothing_makes_another_tensor(x):
+    module = nn.Identity()
+    x.requires_grad_()
+    handle = module.register_full_backward_hook(lambda *_: None)
+    assert module(x) is not x
+    handle.remove()
+    model = ip.wrap(module)
+    out, _ = model.run_with_cache(x)
+    assert out is x
+    assert model.run_with_hooks(x, hooks=[("output", lambda value, hook: None)]) is x
+
+
+def test_trap_05_a_tensor_hook_belongs_to_the_value_before_a_later_in_place_change(x):
+    value = torch.ones(2, requires_grad=True) * 1
+    seen = []
+    value.register_hook(seen.append)
+    value.mul_(5)
+    value.retain_grad()
+    value.sum().backward()
+    assert seen[0].tolist() == [5.0, 5.0]
+    assert value.grad.tolist() == [1.0, 1.0]
+
+    module = CASES["inplace_arithmetic"].module(torch.float32)
+    _, cache = ip.wrap(module).run_with_cache(x, incl_bwd=loss_of)
+    assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
+
+    # An edit in place: the gradient is that of the value after it, which is what the cache shows.
+    edit = [("fc1", lambda value, hook: value.mul_(5))]
+    _, cache = ip.wrap(module).run_with_cache(x, fwd_hooks=edit, incl_bwd=loss_of)
+    handle = module.fc1.register_forward_hook(lambda _, args, out: out * 5)
+    assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
+    handle.remove()
+
+
+def test_trap_06_a_later_in_place_operation_overwrites_what_a_hook_kept(x):
+    module = Net(nn.ReLU(inplace=True))
+    kept = {}
+    handle = module.fc1.register_forward_hook(lambda _, args, out: kept.update(fc1=out))
+    module(x)
+    handle.remove()
+    assert kept["fc1"].min() == 0
+    model = ip.wrap(module)
+    _, cache = model.run_with_cache(x)
+    assert_same(cache["fc1"], module.fc1(x).detach())
+    assert cache["fc1"].min() < 0
+    _, cache = model.run_with_cache(x, clone=False)
+    with pytest.raises(ip.StaleValue, match="clone=False"):
+        cache["fc1"]
+
+
+def test_trap_07_an_in_place_edit_breaks_the_backward_pass_of_what_was_saved(x):
+    module = Net(nn.Sigmoid())
+    handle = module.act.register_forward_hook(lambda _, args, out: out.mul_(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(x).sum().backward()
+    handle.remove()
+    ip.wrap(module).run_with_hooks(
+        x, fwd_hooks=[("act", lambda value, hook: value.mul_(2))]
+    ).sum().backward()
+    got = module.fc1.weight.grad.clone()
+    module.zero_grad()
+    module.act.register_forward_hook(lambda _, args, out: out * 2)
+    module(x).sum().backward()
+    assert_same(got, module.fc1.weight.grad)
+
+
+def test_trap_08_a_dictionary_keeps_only_the_last_of_several_calls():
+    module, args, _ = fresh(CASES["handwritten_cell"], torch.float32)
+    kept, every = {}, []
+    handles = [
+        module.cell.register_forward_hook(lambda _, args, out: kept.update(cell=out)),
+        module.cell.register_forward_hook(lambda _, args, out: every.append(out.detach().clone())),
+    ]
+    module(*args)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(kept["cell"], every[-1])
+    _, cache = ip.wrap(module).run_with_cache(*args)
+    assert_same(cache.calls("cell"), every)
+    assert_same([cache[f"cell#{i}"] for i in range(3)], every)
+    with pytest.raises(
+        ip.AmbiguousSite, match="'cell' was called 3 times; say which call: 'cell#0'"
+    ):
+        cache["cell"]
+
+
+class UsesWithoutCalling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.direct = nn.Linear(4, 4)
+        self.weight_only = nn.Linear(4, 4)
+        self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.linear(self.direct.forward(x), self.weight_only.weight)
+        return self.attn(x[None], x[None], x[None])[0]
+
+
+@pytest.mark.parametrize("name", ["direct", "weight_only", "attn.out_proj"])
+def test_trap_09_modules_that_are_used_without_being_called(name, x):
+    module = UsesWithoutCalling()
+    fired = []
+    module.get_submodule(name).register_forward_hook(lambda *_: fired.append(1))
+    module(x)
+    assert not fired
+    model = ip.wrap(module)
+    with pytest.raises(
+        ip.NeverFired, match=f"'{name}' never fired: .* was not called in 1 forward"
+    ):
+        model.run_with_hooks(x, fwd_hooks=[(name, double)])
+    with pytest.raises(ip.NeverFired, match="Hook the module around it"):
+        model.run_with_cache(x, names_filter=name)
+    model.run_with_cache(x)  # asked for everything, what there is will do
+
+
+def test_trap_09_children_that_are_torchscript(x):
+    module = Net(torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x))
+    model = ip.wrap(module)
+    with pytest.raises(ip.Unsupported, match="TorchScript"):
+        model.run_with_hooks(x, fwd_hooks=[("act", double)])
+    with pytest.raises(ip.SiteNotFound, match="'act' is a TopLevelTracedModule with no parts"):
+        model.run_with_hooks(x, fwd_hooks=[("act.0", double)])
+    _, cache = model.run_with_cache(x)
+    assert {"fc1", "fc2", "output"} <= set(cache)
+
+
+def gpt2() -> nn.Module:
+    return CASES["tiny_gpt2"].module(torch.float32)
+
+
+def llama() -> nn.Module:
+    return CASES["tiny_llama"].module(torch.float32)
+
+
+IDS = torch.tensor([[1, 5, 2, 7, 3]], device=torch.get_default_device())
+
+
+@pytest.mark.parametrize("name", ["transformer.h.0.attn.attn_dropout", "transformer.h"])
+def test_trap_10_transformers_has_modules_that_never_run(name):
+    module = gpt2()
+    model = ip.wrap(module)
+    with pytest.raises(ip.NeverFired, match=name):
+        model.run_with_cache(IDS, names_filter=name)
+    sites = model.scan(IDS)
+    assert sites[name].calls == 0
+    assert sites["transformer.h.0.attn"].calls == 1
+    assert "never called" in repr(sites.select("**"))
+
+
+def test_trap_11_inputs_that_come_by_keyword():
+    module = llama()
+    seen, layer = [], "model.layers.0.self_attn"
+    module.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args))
+    normed = []
+    norm = module.get_submodule("model.layers.0.input_layernorm")
+    norm.register_forward_hook(lambda _, args, out: normed.append(out.detach().clone()))
+    expected = module(IDS).logits
+    assert seen == [()]
+    model = ip.wrap(module)
+    name = f"{layer}.input.hidden_states"
+    out, cache = model.run_with_cache(IDS, names_filter=name)
+    assert_same(cache[name], normed[0])
+    assert_same(out.logits, expected)
+    edited_by_norm = model.run_with_hooks(
+        IDS, fwd_hooks=[("model.layers.0.input_layernorm", double)]
+    ).logits
+    assert_same(model.run_with_hooks(IDS, fwd_hooks=[(name, double)]).logits, edited_by_norm)
+    assert differs(edited_by_norm, expected)
+
+
+def test_trap_12_a_tuple_here_and_a_tensor_there():
+    module = llama()
+    kinds = {}
+    for name in ("model.layers.0.self_attn", "model.layers.0"):
+        module.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: kinds.update({name: out})
+        )
+    module(IDS)
+    attn, block = kinds.values()
+    assert isinstance(attn, tuple)
+    assert attn[1] is None
+    assert block[0].shape == (5, 8)  # out[0] of a tensor is its first row
+    model = ip.wrap(module)
+    _, cache = model.run_with_cache(IDS, names_filter=list(kinds))
+    assert_same(cache["model.layers.0.self_attn"], attn[0].detach())
+    assert_same(cache["model.layers.0"], block.detach())
+    bare = module(IDS).logits
+    for name in kinds:
+        assert differs(model.run_with_hooks(IDS, fwd_hooks=[(name, double)]).logits, bare)
+
+
+def test_trap_13_an_edit_of_the_wrong_kind_fails_where_it_is(x):
+    module = Net()
+    handle = module.fc1.register_forward_hook(lambda _, args, out: (out, None))
+    with pytest.raises(TypeError, match="tuple") as raised:
+        module(x)
+    assert "fc1" not in str(raised.value)
+    handle.remove()
+    model = ip.wrap(module)
+    wrong = {
+        "returned a tuple": lambda value, hook: (value, None),
+        r"returned shape \(3, 2\); the model needs \(3, 4\)": lambda value, hook: value[:, :2],
+        "returned torch.int64; the model needs torch.float32": lambda value, hook: value.long(),
+        "returned a tensor on meta; the value is on cpu": lambda value, hook: value.to("meta"),
+    }
+    for text, edit in wrong.items():
+        with pytest.raises(ip.EditShapeError, match=f"at 'fc1' {text}"):
+            model.run_with_hooks(x, fwd_hooks=[("fc1", edit)])
+    as_torch = ip.torch_hook(lambda module, args, out: (out, None))
+    with pytest.raises(ip.EditShapeError, match=r"(?s)at 'fc1' returned a tuple .*a Tensor"):
+        model.run_with_hooks(x, fwd_hooks=[("fc1", as_torch)])
+
+
+# Compiled code.
+
+COMPILING = pytest.mark.filterwarnings(
+    # Dynamo uses deprecated parts of torch, and looks at .grad of whatever it is given.
+    "ignore::DeprecationWarning:torch",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[Any]]:
+    """A backend that runs graphs as they are, and a list of what it was given."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+    yield graphs
+    torch._dynamo.reset()
+
+
+def counting(graphs: list[Any]) -> Callable[..., Any]:
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+@COMPILING
+def test_trap_14_hooks_added_after_compilation_are_ignored(x, compilations):
+    module = Net()
+    compiled = torch.compile(module, backend=counting(compilations))
+    expected = compiled(x)
+    handle = module.fc1.register_forward_hook(lambda _, args, out: out * 2)
+    assert_same(compiled(x), expected)  # the trap
+    handle.remove()
+    model = ip.wrap(compiled)
+    _, cache = model.run_with_cache(x)
+    assert_same(cache["fc1"], module.fc1(x).detach())
+    changed = module.fc2(module.act(module.fc1(x) * 2))
+    assert_same(model.run_with_hooks(x, fwd_hooks=[("fc1", double)]), changed)
+    assert_same(compiled(x), expected)  # and removal is seen
+
+
+@COMPILING
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_trap_15_hooked_runs_of_compiled_code_compile_nothing(x, fullgraph, compilations):
+    module = Net()
+    compiled = torch.compile(module, backend=counting(compilations), fullgraph=fullgraph)
+    compiled(x)
+    before = len(compilations)
+    model = ip.wrap(compiled)
+    for _ in range(3):
+        assert differs(model.run_with_hooks(x, fwd_hooks=[("act", double)]), module(x))
+        compiled(x)
+    assert len(compilations) == before == 1
+
+
+@COMPILING
+def test_trap_16_hooks_that_were_there_before_compilation_fire(x, compilations):
+    module = Net()
+    bare = module(x)
+    model = ip.wrap(module)
+    fired = []
+    handle = model.add_hook("fc1", lambda value, hook: fired.append(1) or value * 2)
+    compiled = torch.compile(module, backend=counting(compilations))
+    for _ in range(2):
+        assert_same(compiled(x), module.fc2(module.act(torch_linear(module.fc1, x) * 2)))
+    assert len(fired) == 2
+    handle.remove()
+    assert_same(compiled(x), bare)
+
+
+def torch_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, layer.weight, layer.bias)
+
+
+@COMPILING
+def test_trap_17_hooks_that_cannot_be_compiled_work_with_fullgraph(x, compilations):
+    @torch.compiler.disable
+    def edit(value: Tensor) -> Tensor:
+        return value * 2
+
+    module = Net()
+    handle = module.fc1.register_forward_hook(lambda _, args, out: edit(out))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(module, backend=counting(compilations), fullgraph=True)(x)
+    handle.remove()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=counting(compilations), fullgraph=True)
+    compiled(x)
+    got = ip.wrap(compiled).run_with_hooks(x, fwd_hooks=[("fc1", lambda value, hook: edit(value))])
+    assert_same(got, module.fc2(module.act(module.fc1(x) * 2)))
+
+
+@COMPILING
+def test_trap_18_wrappers_that_add_prefixes_to_names(x, compilations):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    bare = Net()
+    plain = {"output", "fc1", "act", "fc2"}
+
+    compiled = torch.compile(bare, backend=counting(compilations))
+    assert [name for name, _ in compiled.named_modules() if name][1] == "_orig_mod.fc1"
+    model = ip.wrap(compiled)
+    assert set(model.sites) == plain
+    _, cache = model.run_with_cache(x, names_filter=["_orig_mod.fc1"])
+    assert_same(cache["fc1"], cache["_orig_mod.fc1"])
+
+    module = copy.deepcopy(bare)
+    module.act = checkpoint_wrapper(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    assert "act._checkpoint_wrapped_module.1" in dict(module.named_modules())
+    assert set(ip.wrap(module).sites) == plain | {"act.0", "act.1"}
+    _, cache = ip.wrap(module).run_with_cache(x, names_filter="act._checkpoint_wrapped_module.1")
+    assert_same(cache["act.1"], module.act(module.fc1(x)).detach())
+
+
+def test_trap_18_distributed_wrappers_add_prefixes_to_names(x, one_process):
+    module = Net()
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    assert "module.fc1" in dict(wrapped.named_modules())
+    model = ip.wrap(wrapped)
+    assert set(model.sites) == {"output", "fc1", "act", "fc2"}
+    for name in ("fc1", "module.fc1"):
+        out, cache = model.run_with_cache(x, names_filter=name)
+        assert_same(cache[name], module.fc1(x).detach())
+        assert_same(out, module(x))
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one, without a network."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# Generation.
+
+
+def generate(module: nn.Module, **options: Any) -> Tensor:
+    mask = torch.ones_like(IDS)
+    return module.generate(
+        IDS, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False, **options
+    )
+
+
+@COMPILING
+def test_trap_19_hooks_fire_while_a_compiled_model_generates(compilations):
+    module = gpt2()
+    expected = generate(module)
+    eager = []
+    with ip.wrap(module).hooks([("transformer.h.1", lambda value, hook: eager.append(value))]):
+        generate(module)
+    module.forward = torch.compile(module.forward, backend=counting(compilations), dynamic=True)
+    assert torch.equal(generate(module), expected)
+    assert compilations
+    raw = []
+    handle = module.transformer.h[1].register_forward_hook(lambda _, args, out: raw.append(out))
+    generate(module)
+    handle.remove()
+    assert not raw  # the trap
+    seen = []
+    with ip.wrap(module).hooks([("transformer.h.1", lambda value, hook: seen.append(value))]):
+        assert torch.equal(generate(module), expected)
+    assert_same(seen, eager)
+    assert torch.equal(generate(module), expected)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_trap_20_generation_shows_the_prompt_once_and_then_single_positions(beams):
+    module = gpt2()
+    shapes, raw = [], []
+    block = module.transformer.h[0]
+    handle = block.register_forward_hook(lambda _, args, out: raw.append(out.shape))
+    expected = generate(module, num_beams=beams)
+    handle.remove()
+    hooks = [("transformer.h.0", lambda value, hook: shapes.append(value.shape))]
+    with ip.wrap(module).hooks(hooks):
+        got = generate(module, num_beams=beams)
+    assert torch.equal(got, expected)
+    assert [tuple(shape) for shape in shapes] == [(beams, 5, 8)] + [(beams, 1, 8)] * 3
+    assert shapes == raw
+
+
+def test_trap_20_edits_reach_every_step_of_a_generation():
+    module = gpt2()
+    bias = 100 * torch.nn.functional.one_hot(torch.tensor(6), 11)
+    with ip.wrap(module).hooks([("lm_head", lambda value, hook: value + bias)]):
+        got = generate(module)
+    assert got[0].tolist() == [*IDS[0].tolist(), 6, 6, 6, 6]
+    assert generate(module)[0].tolist() != got[0].tolist()
+
+
+def test_trap_21_generation_has_no_gradients_and_the_error_says_so():
+    module = gpt2()
+    model = ip.wrap(module)
+    hooks = model.hooks(bwd_hooks=[("transformer.h.0", lambda grad, hook: None)])
+    with pytest.raises(ip.NeverFired, match=r"gradients are off here \(torch.no_grad"), hooks:
+        generate(module)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_trap_22_values_from_inference_mode_cannot_be_used_for_gradients(x):
+    module = Net()
+    kept = []
+    handle = module.fc1.register_forward_hook(lambda _, args, out: kept.append(out))
+    with torch.inference_mode():
+        expected = module(x)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="inference"):
+        kept[0].requires_grad_()
+    model = ip.wrap(module)
+    with torch.inference_mode():
+        out, cache = model.run_with_cache(x)
+        edits = [
+            model.run_with_hooks(x, fwd_hooks=[("fc1", edit)])
+            for edit in (by_return, in_place_and_return, in_place)
+        ]
+    assert torch.equal(out, expected)
+    value = cache["fc1"].requires_grad_()
+    module.fc2(module.act(value)).sum().backward()
+    assert value.grad.abs().sum() > 0
+    for edit in edits:
+        assert torch.equal(edit, module.fc2(module.act(edited(module.fc1(x)))))
+    with torch.inference_mode(), pytest.raises(ip.NeverFired, match="gradients are off here"):
+        model.run_with_cache(x, incl_bwd=loss_of)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+        self.block = Net()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(self.block, self.fc1(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_trap_23_checkpointing_runs_the_forward_pass_again(x, reentrant):
+    module = Checkpointed(reentrant)
+
+    def gradient(edit: Callable[[nn.Module, Any, Tensor], Any]) -> Tensor:
+        handle = module.block.act.register_forward_hook(edit)
+        module(x).sum().backward()
+        handle.remove()
+        got = module.block.fc2.weight.grad.clone()
+        module.zero_grad()
+        return got
+
+    factors = iter([3.0])
+    once = gradient(lambda _, args, out: out * next(factors, 1.0))
+    right = gradient(lambda _, args, out: out * 3.0)
+    assert differs(once, right)  # the trap: the second forward pass was not edited
+
+    def triple(value: Tensor, hook: ip.HookPoint) -> Tensor:
+        return value * 3.0
+
+    model = ip.wrap(module)
+    with model.hooks([("block.act", triple)]):
+        module(x).sum().backward()
+    assert_same(module.block.fc2.weight.grad, right)
+    with pytest.raises(ip.GradientError, match="under activation checkpointing"):
+        model.run_with_hooks(x, fwd_hooks=[("block.act", triple)]).sum().backward()
+    _, cache = model.run_with_cache(x, names_filter="block.act")
+    assert list(cache) == ["block.act"]
+
+
+def test_trap_24_hooks_left_behind_by_exceptions_copies_and_pickles(x):
+    import pickle
+
+    module = Net()
+    before = hook_tables(module)
+    fired = []
+
+    def fails(value: Tensor, hook: ip.HookPoint) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    model = ip.wrap(module)
+    with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
+        model.run_with_hooks(x, fwd_hooks=[("fc1", double), ("act", fails), ("fc2", double)])
+    assert "at site 'act'" in raised.value.__notes__[0]
+    assert hook_tables(module) == before
+
+    expected = module(x)
+    with model.hooks([("fc1", lambda value, hook: fired.append(1) or value * 2)]):
+        twin = copy.deepcopy(module)
+        restored = pickle.loads(pickle.dumps(module))
+        assert_same(twin(x), expected)
+        assert_same(restored(x), expected)
+        assert not fired
+        module(x)
+    assert fired
+    assert hook_tables(module) == before
+
+    # The trap: a copy of a module runs the hooks of the original, and a lambda cannot be pickled.
+    raw = []
+    module.fc1.register_forward_hook(lambda *_: raw.append(1))
+    copy.deepcopy(module)(x)
+    assert raw
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(module)
+
+
+class Swallows(nn.Module):
+    """Code like this is why an early exit must be no Exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+        self.fc2 = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(Exception):
+            x = self.fc1(x)
+        return self.fc2(x)
+
+
+def test_trap_25_early_exit_through_code_that_catches_exceptions(x):
+    module = Swallows()
+
+    def leave(*_: Any) -> None:
+        raise RuntimeError("enough")
+
+    reached = []
+    handle = module.fc1.register_forward_hook(leave)
+    module.fc2.register_forward_hook(lambda *_: reached.append(1))
+    module(x)
+    assert reached  # the trap
+    handle.remove()
+    model = ip.wrap(module)
+    model.scan(x)
+    reached.clear()
+    out, cache = model.run_with_cache(x, names_filter="fc1", stop=True)
+    assert out is None
+    assert_same(cache["fc1"], module.fc1(x).detach())
+    assert not reached
+    assert module(x).shape == (3, 3)
+
+
+def test_trap_26_forward_passes_of_other_threads(x):
+    import threading
+
+    module = Net()
+    expected = module(x)
+    other, raw, fired = [], [], []
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=lambda: other.append(module(x)))
+        thread.start()
+        thread.join()
+
+    handle = module.fc1.register_forward_hook(lambda *_: raw.append(1))
+    elsewhere()
+    handle.remove()
+    assert raw  # the trap
+    with ip.wrap(module).hooks([("fc1", lambda value, hook: fired.append(1) or value * 2)]):
+        elsewhere()
+        assert not fired
+        module(x)
+    assert len(fired) == 1
+    assert_same(other, [expected, expected])
+
+
+def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
+    module = Net()
+    with pytest.raises(ip.Unsupported, match=r"(?s)nn.DataParallel .*data_parallel.module"):
+        ip.wrap(nn.DataParallel(module))
+    with pytest.raises(ip.Unsupported, match=r"nn.DataParallel"):
+        ip.wrap(nn.Sequential(nn.DataParallel(module)))
+    replica = module._replicate_for_data_parallel()
+    assert replica._forward_hooks is not None
+    raw = []
+    handle = module.register_forward_hook(lambda *_: raw.append(1))
+    module._replicate_for_data_parallel()(x)
+    assert raw  # the trap
+    handle.remove()
+    hooks = ip.wrap(module).hooks([("output", double)])
+    with pytest.raises(ip.Unsupported, match=r"inside nn.DataParallel"), hooks:
+        module._replicate_for_data_parallel()(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+def test_trap_28_sharded_values_are_refused(x, one_process):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    module = Net()
+    expected = module(x)
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = ColwiseParallel(use_local_output=False)
+    module.fc1 = parallelize_module(module.fc1, mesh, sharded)
+    raw = []
+    handle = module.fc1.register_forward_hook(lambda _, args, out: raw.append(out))
+    module.fc1(x)
+    handle.remove()
+    assert isinstance(raw[0], DTensor)  # the trap: one shard of the value
+    module.act = Whole()
+    assert_same(module(x), expected)
+    model = ip.wrap(module)
+    for run in (
+        lambda: model.run_with_hooks(x, fwd_hooks=[("fc1", double)]),
+        lambda: model.run_with_cache(x, names_filter="fc1"),
+    ):
+        with pytest.raises(ip.Unsupported, match=r"'fc1' is a DTensor, one shard"):
+            run()
+    _, cache = model.run_with_cache(x, names_filter="act")
+    assert_same(cache["act"], Whole()(module.fc1(x)).detach())
+
+
+class Whole(nn.Module):
+    def forward(self, x: Any) -> Tensor:
+        return torch.tanh(x.full_tensor())
+
+
+def test_trap_29_values_inside_vmap_mean_nothing_outside(x):
+    module = Net()
+    raw = []
+    handle = module.fc1.register_forward_hook(lambda _, args, out: raw.append(out))
+    torch.vmap(module)(x)
+    handle.remove()
+    assert torch._C._functorch.is_batchedtensor(raw[0])
+    assert len(raw) == 1
+    assert raw[0].shape == (4,)
+    model = ip.wrap(module)
+    hooks = model.hooks([("fc1", double)])
+    with pytest.raises(ip.Unsupported, match=r"'fc1' was reached inside torch.func"), hooks:
+        torch.vmap(module)(x)
+    assert_same(model(x), module(x))
+
+
+def test_trap_30_under_autocast_input_and_output_have_different_dtypes(x):
+    module = Net()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = module(x)
+        model = ip.wrap(module)
+        out, cache = model.run_with_cache(x, names_filter=["fc1", "fc1.input"])
+        wide = model.run_with_hooks(x, fwd_hooks=[("fc1", lambda v, hook: v.float() * 1.5 + 0.25)])
+        raw = module.fc1.register_forward_hook(
+            lambda _, args, out: (out.float() * 1.5 + 0.25).to(out.dtype)
+        )
+        narrow = module(x)
+        raw.remove()
+    assert_same(out, expected)
+    assert cache["fc1.input"].dtype == torch.float32
+    assert cache["fc1"].dtype == torch.bfloat16
+    assert_same(wide, narrow)
+
+
+def test_trap_31_torchscript_is_refused(x):
+    for scripted in (torch.jit.script(Net()), torch.jit.trace(Net(), x)):
+        with pytest.raises(ip.Unsupported, match=r"TorchScript.*\n?.*before torch.jit.script"):
+            ip.wrap(scripted)
+
+
+@COMPILING
+def test_trap_31_exporting_inside_a_scope_is_refused(x):
+    module = Net()
+    expected = module(x)
+    handle = module.fc1.register_forward_hook(lambda _, args, out: out * 2)
+    baked = torch.export.export(module, (x,), strict=False)
+    handle.remove()
+    assert differs(baked.module()(x), expected)  # the trap
+    hooks = ip.wrap(module).hooks([("fc1", double)])
+    with pytest.raises(ip.InterposeError, match="export"), hooks:
+        torch.export.export(module, (x,), strict=False)
+    assert_same(module(x), expected)
+
+
+def test_trap_32_one_module_under_two_names(x):
+    module = CASES["shared_module"].module(torch.float32)
+    model = ip.wrap(module)
+    assert list(model.sites) == ["output", "first", "act"]
+    assert model.sites["second"].canonical == "first"
+    assert model.sites["first"].aliases == ("second",)
+    _, cache = model.run_with_cache(x, names_filter=None)
+    assert_same(cache.calls("second"), cache.calls("first"))
+    assert len(cache.calls("first")) == 2
+    fired = []
+    model.run_with_hooks(x, fwd_hooks=[("second", lambda value, hook: fired.append(hook.call))])
+    assert fired == [0, 1]
+    only_second = model.run_with_hooks(x, fwd_hooks=[("second#1", double)])
+    assert_same(only_second, module(x) * 2)
+
+
+def test_trap_33_forwards_and_hooks_that_others_put_on_the_module(x):
+    module = Net()
+    plain = module.fc1.forward
+
+    def moved(*args: Any, **kwargs: Any) -> Tensor:  # as accelerate's AlignDevicesHook does
+        return plain(*args, **kwargs) + 1
+
+    module.fc1.forward = moved
+    order = []
+    foreign = module.fc1.register_forward_hook(
+        lambda _, args, out: order.append("foreign") or out * 3
+    )
+    expected = module(x)
+    model = ip.wrap(module)
+    out, cache = model.run_with_cache(x)
+    assert_same(out, expected)
+    assert_same(cache["fc1"], (moved(x) * 3).detach())  # what the rest of the model sees
+    order.clear()
+
+    def note(value: Tensor, hook: ip.HookPoint) -> Tensor:
+        order.append("ours")
+        assert_same(value.detach(), moved(x).detach())
+        return value * 2
+
+    got = model.run_with_hooks(x, fwd_hooks=[("fc1", note)])
+    assert order == ["ours", "foreign"]
+    assert_same(got, module.fc2(module.act(moved(x) * 2 * 3)))
+    skipped = model.run_with_hooks(x, hooks=[ip.skip("fc1", lambda x: x)])
+    assert_same(skipped, module.fc2(module.act(x * 3)))
+    assert module.fc1.forward is moved
+    assert foreign.id in module.fc1._forward_hooks
+    assert_same(module(x), expected)
+
+
+def test_trap_34_hooking_keeps_positions_and_masks_of_a_padded_batch():
+    module = gpt2()
+    padded = torch.tensor([[0, 0, 1, 5, 2], [1, 5, 2, 7, 3]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": positions}
+    bare = module(padded, **given).logits
+    alone = module(padded[:1, 2:]).logits
+    torch.testing.assert_close(bare[:1, 2:], alone)
+    assert differs(
+        module(padded, attention_mask=mask).logits[:1, 2:].round(decimals=3),
+        alone.round(decimals=3),
+    )
+    model = ip.wrap(module)
+    out, cache = model.run_with_cache(padded, **given)
+    assert_same(out.logits, bare)
+    _, short = model.run_with_cache(padded[:1, 2:], names_filter="transformer.h.1")
+    torch.testing.assert_close(cache["transformer.h.1"][:1, 2:], short["transformer.h.1"])
+    same = model.run_with_hooks(padded, fwd_hooks=[(None, torch.clone)], **given)
+    assert_same(same.logits, bare)

@@ -66,10 +66,10 @@ def case(
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int = 1) -> None:
     """Give every parameter random numbers: zeros and ones hide missing effects."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator).to(like)
+        return torch.randn(like.shape, generator=generator, device="cpu").to(like)
 
     for name, parameter in module.named_parameters():
         around = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
@@ -83,8 +83,9 @@ def floats(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], Inputs]:
     """Positional random inputs of these shapes."""
 
     def make(dtype: torch.dtype) -> Inputs:
-        generator = torch.Generator().manual_seed(2)
-        return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes), {}
+        generator = torch.Generator("cpu").manual_seed(2)
+        drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+        return tuple(one.to(torch.get_default_device(), dtype) for one in drawn), {}
 
     return make
 
@@ -300,8 +301,8 @@ class InplaceAfterIdentity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
         h = self.drop(x)
-        h += self.fc2(h)
-        return h * x
+        h += 1
+        return self.fc2(h) * x
 
 
 @case("views_written_in_place", floats((3, 4)), "writing to a view changes what it is a view of")
@@ -408,7 +409,7 @@ class Packed(nn.Module):
         self.head = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        out, last = self.rnn(pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True))
+        out, last = self.rnn(pack_padded_sequence(x, [3, 2], batch_first=True))
         return self.head(out.data).sum(0) + self.head(last[0]).sum(0)
 
 

@@ -61,6 +61,7 @@ def test_it_saves_pictures_and_pages(tmp_path):
     found = feature_maps(ip.wrap(net()), X, ["0", "2"])
     data = found.png("2")
     assert struct.unpack(">II", data[16:24]) == (8 * 4 - 1, 2 * 4 - 1)
+    assert struct.unpack(">II", found.png("2", zoom=5)[16:24]) == (8 * 16 - 1, 2 * 16 - 1)
     both = found.save(tmp_path / "x.png").read_bytes()
     assert struct.unpack(">II", both[16:24]) == (8 * 8 - 1, (2 * 7 - 1) + 4 + (2 * 4 - 1))
     page = found.save(tmp_path / "x.html").read_text()

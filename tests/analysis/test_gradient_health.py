@@ -178,7 +178,7 @@ def test_the_result_prints_shows_and_saves_itself(tmp_path):
         "output  2e+05       3         1"
     )
     assert "1e+05" in found._repr_html_()
-    assert found._repr_html_() in found.save(tmp_path / "x.html").read_text()
+    assert f"<h1>{found.title}</h1>" in found.save(tmp_path / "x.html").read_text()
     rows = json.loads(found.save(tmp_path / "x.json").read_text())["rows"]
     assert rows[0]["flag"] == "exploding"
     healthy = gradient_health(ip.wrap(nn.Linear(1, 1)), torch.ones(1, 1), loss=torch.sum)

@@ -30,16 +30,21 @@ class Grid:
     values: Tensor
     columns: int
 
-    def pixels(self) -> Tensor:
-        """RGB bytes [height, width, 3]: each channel over its own range, one-pixel gaps."""
-        count, height, width = self.values.shape
+    def pixels(self, *, zoom: int = 1) -> Tensor:
+        """RGB bytes [height, width, 3]: each channel over its own range, one-pixel gaps.
+
+        Args:
+            zoom: how many pixels high and wide each element is.
+        """
+        maps = self.values.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
+        count, height, width = maps.shape
         columns = min(self.columns, count)
         lines = -(-count // columns)
         canvas = torch.tensor(_GAP, dtype=torch.uint8).repeat(
             lines * (height + 1) - 1, columns * (width + 1) - 1, 1
         )
         palette = torch.tensor(colours.table(colours.sequential), dtype=torch.uint8)
-        for place, values in enumerate(self.values):
+        for place, values in enumerate(maps):
             top, left = place // columns * (height + 1), place % columns * (width + 1)
             low, high = values.min(), values.max()
             if bool(torch.isfinite(high - low)) and bool(high > low):
@@ -63,18 +68,24 @@ class FeatureMaps:
         there = ", ".join(repr(grid.site) for grid in self.grids)
         raise SiteNotFound(f"no feature maps of {site!r}. There are: {there}.")
 
-    def png(self, site: str) -> bytes:
-        """The grid of one site as a PNG file, one pixel per element."""
-        return png.encode(self[site].pixels().numpy())
+    def png(self, site: str, *, zoom: int = 1) -> bytes:
+        """The grid of one site as a PNG file; each element is ``zoom`` pixels high and wide."""
+        return png.encode(self[site].pixels(zoom=zoom).numpy())
 
     def html(self) -> Markup:
-        """All grids as pictures in the page, enlarged with sharp edges."""
+        """All grids as pictures in the page, small maps enlarged."""
         parts = []
         for grid in self.grids:
             count, height, width = grid.values.shape
-            enlarged = grid.pixels().shape[1] * max(1, 48 // width)
-            picture = image(self.png(grid.site), width=enlarged, alt=f"feature maps of {grid.site}")
-            caption = f"<b>{escape(grid.site)}</b>: {count} channels of {height} x {width}"
+            zoom = max(1, 48 // width)
+            columns = min(grid.columns, count)
+            picture = image(
+                self.png(grid.site, zoom=zoom),
+                width=columns * (width * zoom + 1) - 1,
+                alt=f"feature maps of {grid.site}",
+            )
+            channels = "1 channel" if count == 1 else f"{count} channels"
+            caption = f"<b>{escape(grid.site)}</b>: {channels} of {height} x {width}"
             parts.append(f"<div><p>{caption}</p>{picture}</div>")
         return Markup("".join(parts))
 

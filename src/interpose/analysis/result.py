@@ -50,7 +50,7 @@ class TableResult:
         if Path(path).suffix == ".json":
             return write(path, json.dumps(self.to_dict(), indent=1))
         if Path(path).suffix == ".html":
-            return write(path, page(type(self).__name__, self.html()))
+            return write(path, page(self.title, html_table(self.head(), self.html_cells())))
         raise ValueError(f"save writes .html or .json; got {str(path)!r}.")
 
 

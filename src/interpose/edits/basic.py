@@ -9,7 +9,7 @@ activation checkpointing may repeat it.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,12 +22,26 @@ from interpose.sites.tree import Filter
 Value = float | Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Edit(Controller):
     """A controller that is plain data: what it does is its fields."""
 
     sites: Filter
     at: Any = ...
+
+    @property
+    def label(self) -> str:
+        """What errors call it: itself."""
+        return repr(self)
+
+    def __repr__(self) -> str:
+        said = [repr(self.sites)]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is not field.default:
+                shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                said.append(f"{field.name}={shown}")
+        return f"{type(self).__name__}({', '.join(said)})"
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:
         """What takes the place of the selected part."""
@@ -48,7 +62,7 @@ def _like(what: Value, part: Tensor) -> Value:
     return what.to(device=part.device, dtype=part.dtype) if isinstance(what, Tensor) else what
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class zero(Edit):
     """Set values to zero: ``ip.zero("layer2")``, or one channel with ``at=(slice(None), 3)``."""
 
@@ -57,7 +71,7 @@ class zero(Edit):
         return 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class fill(Edit):
     """Set values to a number, or to a tensor that broadcasts to them: ``ip.fill("fc1", value=mean)``."""
 
@@ -68,7 +82,7 @@ class fill(Edit):
         return _like(self.value, part)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class add(Edit):
     """Add a number or a tensor: ``ip.add("fc1", value=direction)``."""
 
@@ -79,7 +93,7 @@ class add(Edit):
         return part + _like(self.value, part)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class scale(Edit):
     """Multiply by a number or a tensor: ``ip.scale("fc1", by=0.5)``."""
 
@@ -90,7 +104,7 @@ class scale(Edit):
         return part * _like(self.by, part)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class noise(Edit):
     """Add Gaussian noise: ``ip.noise("fc1", std=0.1, seed=0)``.
 

@@ -96,9 +96,8 @@ class Cache(Mapping[str, Tensor]):
                 f"{name!r} was called {len(several)} times; say which call: {shown}, "
                 f"or take them all with cache.calls({name!r})."
             )
-        shown = ", ".join(map(repr, list(self._values)[:8])) + (
-            ", ..." if len(self._values) > 8 else ""
-        )
+        shown = ", ".join(map(repr, list(self._values)[:8]))
+        shown += f", ... ({len(self)} in all)" if len(self) > 8 else ""
         hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
         return SiteNotFound(f"{name!r} is not in this cache. It has: {shown or 'nothing'}.{hint}")
 

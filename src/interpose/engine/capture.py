@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from interpose.engine.cache import Cache
 from interpose.engine.hooks import Engine, Hook
@@ -18,7 +18,7 @@ from interpose.errors import GradientError
 from interpose.sites.grammar import Tail
 from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps import values
-from interpose.taps.tap import Call, is_before
+from interpose.taps.tap import is_before
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -37,15 +37,21 @@ class Cut:
     clone: bool = True
     detach: bool = True
 
+    @property
+    def slices(self) -> bool:
+        """Whether less than the value is kept, or elsewhere."""
+        given = (self.device, self.pos_slice, self.keep)
+        return self.remove_batch_dim or any(option is not None for option in given)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of a value is kept, as a detached copy."""
+        return self.clone and self.detach and not self.slices
+
     def __call__(self, value: Tensor, name: str) -> Tensor:
         """The part of a value that is kept: sliced first, so that nothing else is copied."""
         part = value.detach() if self.detach else value
-        if (
-            self.pos_slice is None
-            and self.keep is None
-            and self.device is None
-            and not self.remove_batch_dim
-        ):
+        if not self.slices:
             return values.twin(part) if self.clone else part
         if self.pos_slice is not None:
             if part.ndim != 3:
@@ -126,7 +132,11 @@ class CaptureRun(Scope):
         sites = model.tree.select(wanted)
         reads = Binding(_CACHE, "fwd")
         reads.asked = sites
-        reads.listeners = [Capturing(model, s, self, outright=o, keep=self._keep) for s, o in sites]
+        hurry = cut.whole and not (stop or gradients)
+        reads.listeners = [
+            Capturing(model, site, self, outright=outright, sink=self, in_a_hurry=hurry)
+            for site, outright in sites
+        ]
         self.bindings.append(reads)
         self.reads = reads
         if gradients:
@@ -158,25 +168,29 @@ class CaptureRun(Scope):
         known = self.model._calls_of
         waiting = set()
         for listener in listeners:
-            calls = 1 if listener.call is not None else known.get(listener.site.module)
-            if calls is None or calls > 1:
+            module = listener.site.module
+            calls = 1 if listener.call is not None else known.get(module)
+            if calls == 0 and not listener.outright and not _can_be_called(module):
+                continue
+            if calls != 1:
                 return None
-            if calls == 1 or listener.outright:
-                waiting.add(listener)
+            waiting.add(listener)
         return waiting
 
-    def _keep(
-        self, listener: Capturing, call: Call, value: Tensor, leaf: values.Leaf, name: str
+    def keep(
+        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
     ) -> None:
-        part = call.shared.get((self, leaf))
-        if part is None:
-            part = call.shared[(self, leaf)] = self.cut(value, name)
+        """Take one value."""
         version = None if self.cut.clone or part.is_inference() else part._version
-        self.kept.append(Kept(listener.site, name, call.index, leaf, part, version))
+        self.kept.append(Kept(site, name, call, leaf, part, version))
+
+    def done(self, listener: Capturing) -> None:
+        """Stop the run, if this was the last site asked for."""
         if self.waiting is not None:
             self.waiting.discard(listener)
             if not self.waiting:
-                self.stopped = True
+                for scope in (self, *self.around):
+                    scope.stopped = True  # what the stop cuts off is nobody's error
                 raise Stop(self)
 
     def _keep_grad(self, site: Site) -> Callable[[Tensor, HookPoint], None]:
@@ -246,11 +260,12 @@ class CaptureRun(Scope):
 
 
 def _called_more_than_once(records: list[Kept]) -> set[str]:
-    seen: set[str] = set()
-    several: set[str] = set()
-    for one in records:
-        (several if one.name in seen else seen).add(one.name)
-    return several
+    return {one.name for one in records if one.call and one.site.tail.call is None}
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether a module has a forward at all; ModuleList and ModuleDict have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:

@@ -290,7 +290,8 @@ def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
     if any(p.name == "hook" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
         return lambda value, hook: function(value, hook=hook)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    required = [p for p in positional if p.default is p.empty]
+    if len(required) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function
     return lambda value, hook: function(value)  # noqa: ARG005
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from interpose.engine.hooks import Detector, Hook, TorchHook
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, GradientError, NonFinite, SiteNotFound
+from interpose.sites.grammar import Tail
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
 from interpose.taps.context import (
@@ -36,6 +37,7 @@ class Listener:
     """Hears the calls of one site's module, for a scope or (scope None) for the model."""
 
     phase: int
+    quick: Callable[[Any], bool] | None = None
 
     def __init__(self, model: Model, site: Site, scope: Any, *, outright: bool) -> None:
         self.model = model
@@ -231,13 +233,42 @@ class TorchEditing(Editing):
         return found
 
 
-class Capturing(Listener):
-    """Hands the values of a site to a cache, after all edits."""
+class Sink(Protocol):
+    """What takes captured values."""
 
-    def __init__(self, *args: Any, keep: Keep, **kwargs: Any) -> None:
+    def keep(
+        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
+    ) -> None:
+        """Take one value."""
+
+    def done(self, listener: Capturing) -> None:
+        """All values of one call have been taken."""
+
+    def cut(self, value: Tensor, name: str) -> Tensor:
+        """The part of a value to keep, as a copy."""
+
+
+class Capturing(Listener):
+    """Hands the values of a site to a sink, after all edits."""
+
+    def __init__(self, *args: Any, sink: Sink, in_a_hurry: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.keep = keep
+        self.sink = sink
         self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
+        plain = self.site.tail == Tail()
+        self.quick = self._take if in_a_hurry and plain else None
+
+    def _take(self, value: Any) -> bool:
+        """Keep a whole output without ceremony: most calls of most runs are of this kind."""
+        if type(value) is not Tensor or is_functorch_wrapped(value):
+            return False
+        index = self.most_calls
+        self.most_calls = self.fired = index + 1
+        if not self.noted:
+            self.model._seen.setdefault((self.site.path, "output", ()), (value.shape, value.dtype))
+            self.noted = True
+        self.sink.keep(self.site, self.site.name, index, (), values.twin(value.detach()))
+        return True
 
     def on(self, call: Call) -> None:
         """Keep each tensor of the site; a recomputed call repeats what was kept already."""
@@ -245,10 +276,12 @@ class Capturing(Listener):
             return
         for leaf, value, name in self.tensors(call):
             self.fired += 1
-            self.keep(self, call, value, leaf, name)
-
-
-Keep = Callable[[Capturing, Call, Tensor, values.Leaf, str], None]
+            part = call.shared.get((self.sink, leaf))
+            if part is None:
+                # Names of one site share one copy.
+                part = call.shared[(self.sink, leaf)] = self.sink.cut(value, name)
+            self.sink.keep(self.site, name, call.index, leaf, part)
+        self.sink.done(self)
 
 
 class Watching(Listener):

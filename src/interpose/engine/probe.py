@@ -79,7 +79,7 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             binding.asked.append((site, False))
             if not isinstance(module, torch.jit.ScriptModule):
                 binding.listeners.append(
-                    Capturing(model, site, scope, outright=False, keep=_nothing)
+                    Capturing(model, site, scope, outright=False, sink=_Shapes())
                 )
     scope.bindings.append(binding)
     model._seen.clear()
@@ -90,5 +90,17 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             model._calls_of[listener.site.module] = listener.most_calls
 
 
-def _nothing(listener: Capturing, call: Any, value: Tensor, leaf: values.Leaf, name: str) -> None:
-    """The shape was noted on the way here."""
+class _Shapes:
+    """A sink that keeps nothing: shapes were noted on the way here."""
+
+    def keep(
+        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
+    ) -> None:
+        """Nothing."""
+
+    def done(self, listener: Capturing) -> None:
+        """Nothing."""
+
+    def cut(self, value: Tensor, name: str) -> Tensor:  # noqa: ARG002
+        """The value itself."""
+        return value

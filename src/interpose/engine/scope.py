@@ -56,13 +56,12 @@ class Binding:
             *(skipper for _, skipper in self.skippers),
         ]
         silent = [x for x in everyone if not x.fired and not isinstance(x, GiveBack)]
-        if all(outright for _, outright in self.asked):
-            return silent
-        return [] if self.fired else silent[:1]
+        named = [x for x in silent if x.outright]
+        return named if named or self.fired else silent[:1]
 
     def install(self, *, first: bool = False) -> None:
         """Listen from now on."""
-        for listener in self.listeners:
+        for listener in reversed(self.listeners) if first else self.listeners:
             tap.listen(listener.site.module, listener.phase, listener, first=first)
         for site, skipper in self.skippers:
             bypass.skip(site.module, skipper)
@@ -98,7 +97,9 @@ def bind(
                 "outright": outright,
             }
             if isinstance(hook, skip):
-                binding.skippers.append((site, bypass.Skipper(scope=scope, hook=hook)))
+                binding.skippers.append(
+                    (site, bypass.Skipper(scope=scope, hook=hook, outright=outright))
+                )
                 continue
             if direction == "bwd":
                 binding.listeners.append(

@@ -54,7 +54,8 @@ def _safe(cell: str) -> str:
 def page(title: str, *sections: str) -> str:
     """A whole document around parts that are HTML already."""
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#1b1f24;background:#fff}"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;"
+        "color:#1b1f24;background:#fff}"
         "h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}"
         "th{border-bottom:1px solid #c8ccd1}img{image-rendering:pixelated;max-width:100%}"
         "code{background:#f3f4f6;padding:1px 4px;border-radius:3px}p.note{color:#57606a}"

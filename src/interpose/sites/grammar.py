@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from functools import lru_cache
 Key = int | str
 """One step into a container: an index, or a key, field or argument name."""
 
-_STEP = re.compile(r"\[(-?\d+)\]|\[(['\"])(.*?)\2\]|\.([^.\[\]#]+)")
+_STEP = re.compile(r"\[(-?\d+)\]|\[((['\"])(?:\\.|(?!\3).)*\3)\]|\.([^.\[\]#]+)", re.DOTALL)
 _TAIL = re.compile(
     r"(?P<call>#\d+)?(?P<port>\.(?:input|output)(?=[.\[]|$))?(?P<steps>.*)$", re.DOTALL
 )
@@ -55,8 +56,8 @@ def parse_tail(text: str) -> Tail | None:
         step = _STEP.match(steps, at)
         if step is None:
             return None
-        number, _, quoted, name = step.groups()
-        leaf.append(int(number) if number is not None else quoted if name is None else name)
+        number, quoted, _, name = step.groups()
+        leaf.append(int(number) if number else ast.literal_eval(quoted) if quoted else name)
         at = step.end()
     call = None if match["call"] is None else int(match["call"][1:])
     return Tail(call=call, port=(match["port"] or ".output")[1:], leaf=tuple(leaf))
@@ -82,6 +83,8 @@ def is_glob(text: str) -> bool:
 def compile_glob(pattern: str) -> re.Pattern[str]:
     """Turn a glob over dotted names into a regular expression for ``fullmatch``."""
     out = ""
+    while "**.**" in pattern:
+        pattern = pattern.replace("**.**", "**")
     for number, segment in enumerate(pattern.split(".")):
         if segment == "**":
             # `**.` may be empty, so that `**.conv` finds a top-level conv too, and `a.**` finds a.

@@ -6,7 +6,6 @@ every name; names are given without it, and accepted with it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
 from interpose.sites.grammar import Key, Tail, compile_glob, is_glob, parse_tail, spell
+from interpose.sites.suggest import explain_missing, explain_nothing
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -133,7 +133,7 @@ class ModuleTree:
         if rest:
             module, stem, tail = self._with_tail(module, stem, rest)
         if tail is None:
-            raise SiteNotFound(self._explain(name))
+            raise SiteNotFound(explain_missing(self, name))
         path = self._first_name(stem, module)
         canonical = self.spell(path, tail)
         site = Site(name=name, canonical=canonical, stem=stem, path=path, tail=tail, module=module)
@@ -166,27 +166,34 @@ class ModuleTree:
         return self._others.get(path, [])
 
     def spell(self, path: str, tail: Tail) -> str:
-        """The canonical name of a place. A child called `input` or `output` makes the root's `.input`, `.output`."""
-        if path:
+        """The canonical name of a place.
+
+        Where a child is called `input` or `output`, the module's own are `a..input` and `a[0]`, and
+        the root's `.input` and `.output`.
+        """
+        if path and tail.port == "output" and not tail.leaf:
             return f"{path}{tail}"
-        text = str(tail) if tail.port == "input" or tail.leaf else f".output{tail}"
-        return text if tail.port in children_of(_unwrapped(self.root)) else text.removeprefix(".")
+        taken = tail.port in children_of(self.walk(path)[0])
+        if not path:
+            text = str(tail) if tail.port == "input" or tail.leaf else ".output"
+            return text if taken else text.removeprefix(".")
+        if not taken or tail.call is not None:
+            return f"{path}{tail}"
+        return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
 
     def _with_tail(
         self, module: nn.Module, path: str, rest: str
     ) -> tuple[nn.Module, str, Tail | None]:
-        # `rest` starts with `input`/`output`, or with a last module segment that carries `#2` or
-        # `[0]`.
-        cut = re.search(r"[#\[]", rest.partition(".")[0])
-        if cut is not None and cut.start() > 0 and rest[: cut.start()] not in ("input", "output"):
-            child = children_of(module).get(rest[: cut.start()])
-            if child is None:
-                return module, path, None
-            segment = rest[: cut.start()]
-            path = f"{path}.{segment}" if path else segment
-            return _unwrapped(child), path, parse_tail(rest[cut.start() :])
-        text = rest if rest.startswith((".", "#", "[")) else f".{rest}"
-        return module, path, parse_tail(text)
+        # `rest` starts with `input` or `output`, or with a last module segment and `#2` or `[0]`.
+        segment, mark, _ = re.match(r"([^.#\[]*)([#\[]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+        child = children_of(module).get(segment) if mark else None
+        if child is not None:
+            module, path = _unwrapped(child), f"{path}.{segment}" if path else segment
+            return module, path, parse_tail(rest[len(segment) :])
+        tail = parse_tail(rest if rest.startswith((".", "#", "[")) else f".{rest}")
+        if tail is not None and tail.call is not None and not path:
+            return module, path, None  # the root is called once in a run
+        return module, path, tail
 
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means, each with whether it was named outright (rather than by a pattern)."""
@@ -237,9 +244,9 @@ class ModuleTree:
         tail = parse_tail(pattern[cut.start() :]) if cut is not None and cut.group() else None
         if tail is not None and cut is not None:
             regex = compile_glob(pattern[: cut.start()])
-            hits = [(path, module) for path, module in self.modules() if regex.fullmatch(path)]
+            hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
         if not hits or tail is None:
-            raise NothingMatched(self._nothing(f"the glob {pattern!r}"))
+            raise NothingMatched(explain_nothing(self, pattern))
         return [self._site(path, module, tail) for path, module in hits]
 
     def _matching(self, accepts: Callable[[str], bool], asked: object) -> list[Site]:
@@ -252,63 +259,22 @@ class ModuleTree:
         inputs = [self._site(path, module, Tail(port="input")) for path, module in self.modules()]
         hits = [site for site in inputs if accepts(site.name)]
         if not hits:
-            raise NothingMatched(self._nothing(f"the filter {asked!r}"))
+            raise NothingMatched(explain_nothing(self, asked))
         return hits
 
-    def _nothing(self, what: str) -> str:
-        names = [self.spell(path, Tail()) for path, _ in self.modules()]
-        shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-        return (
-            f"{what} matches no site in {self.label}.\n  sites are: {shown}\n"
-            "  In a glob `*` stays within one dotted segment and `**` spans many.   (list them: "
-            "model.sites)"
-        )
-
-    def _explain(self, name: str) -> str:
-        module, path, rest = self.walk(name)
-        segment = re.split(r"[.#\[]", rest, maxsplit=1)[0]
-        children = list(children_of(module))
-        where = f"{path!r}" if path else self.label
-        lines = [f"no site {name!r} in {self.label}."]
-        if children and all(child.isdigit() for child in children):
-            lines.append(
-                f"  {where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}."
-            )
-        elif children:
-            shown = ", ".join(children[:10]) + (", ..." if len(children) > 10 else "")
-            lines.append(f"  {where} has: {shown}, input, output")
-        else:
-            lines.append(
-                f"  {where} is a {type(module).__name__} with no parts; it has: input, output"
-            )
-        guess = self._guess(name)
-        hint = f"did you mean {guess!r}?" if guess else "no name is close to it."
-        lines.append(f"  {hint}   (list them: model.sites)")
-        return "\n".join(lines)
-
-    def _guess(self, name: str) -> str | None:
-        """The nearest right name: mend one segment at a time, else search all names."""
-        text = name
-        for _ in range(8):
-            module, path, rest = self.walk(text)
-            segment, _, after = rest.partition(".")
-            if not segment or self._resolves(text):
-                break
-            near = difflib.get_close_matches(
-                segment, [*children_of(module), "input", "output"], n=1
-            )
-            if not near or near[0] == segment:
-                break
-            text = ".".join(part for part in (path, near[0], after) if part)
-        if text != name and self._resolves(text):
-            return text
-        names = [path for path, _ in self.modules() if path]
-        near = difflib.get_close_matches(name, names, n=1)
-        return near[0] if near else None
-
-    def _resolves(self, name: str) -> bool:
+    def leads_somewhere(self, name: str) -> bool:
+        """Whether a name is one of a site."""
         module, path, rest = self.walk(name)
         return not rest or self._with_tail(module, path, rest)[2] is not None
+
+    @staticmethod
+    def children(module: nn.Module) -> dict[str, nn.Module | None]:
+        """A module's parts by name."""
+        return children_of(module)
+
+    def output_name(self, path: str) -> str:
+        """The canonical name of a module's output."""
+        return self.spell(path, Tail())
 
 
 def several_tensors(site: Site, leaves: list[tuple[Key, ...]]) -> AmbiguousSite:

@@ -20,9 +20,10 @@ from interpose.taps.context import current
 class Skipper:
     """One wish to skip a module."""
 
-    def __init__(self, *, scope: object | None, hook: Any) -> None:
+    def __init__(self, *, scope: object | None, hook: Any, outright: bool) -> None:
         self.scope = scope
         self.hook = hook
+        self.outright = outright
         self.fired = 0
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

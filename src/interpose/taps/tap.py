@@ -92,6 +92,7 @@ class Listener(Protocol):
     call: int | None
     most_calls: int
     missed: int
+    quick: Callable[[Any], bool] | None
 
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
@@ -124,6 +125,10 @@ class Tap:
         again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
         here = current()
         scopes, silent = here.scopes, here.standing_down
+        if len(self.listeners) == 1 and not again:
+            quick = self.listeners[0].quick
+            if quick is not None and self.listeners[0].scope in scopes and quick(rest[-1]):
+                return None
         anyone = again and in_autograd_thread() and self._may_not_know_whose()
         call = None
         for listener in self.listeners:
@@ -225,6 +230,10 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
             tap.handle = register(tap, prepend=prepend, with_kwargs=True)
         else:
             tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
+            if phase in (BEFORE_READ, AFTER_READ) and tap.handle is not None:
+                # Foreign hooks may have come since; reads are last.
+                hooks = module._forward_pre_hooks if tap.before else module._forward_hooks
+                hooks.move_to_end(tap.handle.id)
 
 
 def unlisten(module: nn.Module, phase: int, listener: Listener) -> None:
@@ -248,7 +257,7 @@ def _find(module: nn.Module, phase: int) -> Tap | None:
 
 def _give_back(call: Call, lent: Sequence[tuple[Tensor, Tensor, int]]) -> None:
     """If a module changed a replaced argument in place (ReLU(inplace=True)), change the original the same way."""
-    for old, new, version in lent:
+    for old, new, version in reversed(lent):
         if new._version == version:
             continue
         old.copy_(new)

@@ -1,0 +1,93 @@
+"""What to say about a name that leads nowhere: how far it went, what is there, what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from interpose.sites.tree import ModuleTree
+
+
+def explain_missing(tree: ModuleTree, name: str) -> str:
+    """The text of `SiteNotFound`: walk the name segment by segment and say where it went wrong."""
+    module, path, rest = tree.walk(name)
+    segment, mark, _ = re.match(r"([^.#\[]*)([.#\[]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+    part = tree.children(module).get(segment)
+    if mark and mark != "." and part is not None:
+        # The module is there; what follows it is not a call, port or element.
+        module, path = part, f"{path}.{segment}" if path else segment
+        rest = rest[len(segment) :]
+    where = repr(path) if path else tree.label
+    lines = [f"no site {name!r} in {tree.label}."]
+    if rest.startswith(("#", "[")):
+        meant = path or "output"
+        lines.append(
+            f"  {where} is there, but {rest!r} is none of: #0 (its first call), .input, .output, [0] "
+            "(an element)."
+            if path
+            else "  the model itself is called once in a run, so its calls have no number."
+        )
+    elif segment in dict(module.named_parameters(recurse=False)):
+        meant = f"model.{path}.{segment}" if path else f"model.{segment}"
+        lines.append(
+            f"  {segment!r} is a parameter of {where}: sites are what modules take and return."
+        )
+    else:
+        lines.append(f"  {_inventory(tree, module, where, segment)}")
+        meant = guess(tree, name) or ""
+    hint = f"did you mean {meant!r}?" if meant else "no name is close to it."
+    lines.append(f"  {hint}   (list them: model.sites)")
+    return "\n".join(lines)
+
+
+def explain_nothing(tree: ModuleTree, asked: object) -> str:
+    """The text of `NothingMatched`."""
+    names = [tree.output_name(path) for path, _ in tree.modules()]
+    shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    if isinstance(asked, str):
+        what = f"the glob {asked!r}"
+        note = "\n  In a glob `*` stays within one dotted segment and `**` spans many."
+    else:
+        code = getattr(asked, "__code__", None)
+        place = f" (line {code.co_firstlineno})" if code is not None else ""
+        named = getattr(asked, "__name__", None)
+        what = f"the filter {asked!r}" if named is None else f"the filter {named!r}{place}"
+        note = ""
+    return f"{what} matches no site in {tree.label}.\n  sites are: {shown}{note}   (list them: model.sites)"
+
+
+def guess(tree: ModuleTree, name: str) -> str | None:
+    """The nearest right name: mend one segment at a time, else search all names."""
+    text = name
+    for _ in range(8):
+        module, path, rest = tree.walk(text)
+        segment, mark, after = re.match(r"([^.#\[]*)(.?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+        if not segment or tree.leads_somewhere(text):
+            break
+        near = _close(segment, [*tree.children(module), "input", "output"])
+        if near is None or near == segment:
+            break
+        text = (f"{path}." if path else "") + near + mark + after
+    if text != name and tree.leads_somewhere(text):
+        return text
+    return _close(name, (path for path, _ in tree.modules() if path))
+
+
+def _close(text: str, choices: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(text, list(choices), n=1)
+    return near[0] if near else None
+
+
+def _inventory(tree: ModuleTree, module: nn.Module, where: str, segment: str) -> str:
+    children = list(tree.children(module))
+    if children and all(child.isdigit() for child in children):
+        return f"{where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}."
+    if children:
+        more = f", ... ({len(children)} in all)" if len(children) > 10 else ""
+        return f"{where} has: {', '.join(children[:10])}{more}; and input, output"
+    return f"{where} is a {type(module).__name__} with no parts; it has: input, output"
