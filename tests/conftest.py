@@ -10,7 +10,6 @@ import torch
 
 from interpose.taps import context, eager
 
-
 # INTERPOSE_TEST_DEVICE=cuda runs the same tests there, where autograd has threads of its own.
 torch.set_default_device(os.environ.get("INTERPOSE_TEST_DEVICE", "cpu"))
 

@@ -33,7 +33,9 @@ def blocks(text: str) -> list[tuple[str, str, str | None]]:
             and not text[fence.end() : after.start()].strip()
         ):
             printed = after[2]
-        found.append((f"line {text.count(chr(10), 0, fence.start()) + 1}", fence[2], printed))
+        # Blank lines before it, so that errors name the right line of the page.
+        before = text.count("\n", 0, fence.start()) + 1
+        found.append((f"line {before}", "\n" * before + fence[2], printed))
     return found
 
 
@@ -46,7 +48,7 @@ def test_code_blocks_run_and_print_what_the_page_shows(
     for where, code, printed in blocks(page.read_text()):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(code, f"{page.name}, {where}", "exec"), namespace)
+            exec(compile(code, page.name, "exec"), namespace)
         if printed is None:
             assert out.getvalue() == "", (
                 f"{page.name}, {where} prints something the page does not show"
@@ -65,7 +67,7 @@ def test_the_pages_have_code_to_run() -> None:
 def test_a_wrong_output_in_a_page_is_found() -> None:
     page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
     ((_, code, printed),) = blocks(page)
-    assert (code, printed) == ("print(1 + 1)\n", "3\n")
+    assert (code.strip(), printed) == ("print(1 + 1)", "3\n")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

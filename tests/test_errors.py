@@ -36,23 +36,31 @@ def wrong(value: Tensor, hook: ip.HookPoint, make) -> object:
     [
         (
             lambda v: v[:, :2],
-            "returned shape (3, 2); the model needs (3, 4). Return a tensor of the same shape, "
-            "or None to leave the value as it is.",
+            (
+                "returned shape (3, 2); the model needs (3, 4). Return a tensor of the same shape, "
+                "or None to leave the value as it is."
+            ),
         ),
         (
             lambda v: v.sum(0, keepdim=True),
-            "returned shape (1, 4); the model needs (3, 4). Return a tensor of the same shape, "
-            "or None to leave the value as it is.",
+            (
+                "returned shape (1, 4); the model needs (3, 4). Return a tensor of the same shape, "
+                "or None to leave the value as it is."
+            ),
         ),
         (
             lambda v: (v * 2).long(),
-            "returned torch.int64; the model needs torch.float32, and integer does not stand for "
-            "floating point. Convert it with .to(torch.float32).",
+            (
+                "returned torch.int64; the model needs torch.float32, and integer does not stand for "
+                "floating point. Convert it with .to(torch.float32)."
+            ),
         ),
         (
             lambda v: v > 0,
-            "returned torch.bool; the model needs torch.float32, and bool does not stand for "
-            "floating point. Convert it with .to(torch.float32).",
+            (
+                "returned torch.bool; the model needs torch.float32, and bool does not stand for "
+                "floating point. Convert it with .to(torch.float32)."
+            ),
         ),
         (
             lambda v: v.to("meta"),
@@ -60,8 +68,10 @@ def wrong(value: Tensor, hook: ip.HookPoint, make) -> object:
         ),
         (
             lambda v: (v, None),
-            "returned a tuple; the value is a tensor of shape (3, 4). Return a tensor, "
-            "or None to leave the value as it is.",
+            (
+                "returned a tuple; the value is a tensor of shape (3, 4). Return a tensor, "
+                "or None to leave the value as it is."
+            ),
         ),
     ],
 )
@@ -151,7 +161,7 @@ def test_a_place_that_holds_no_tensor_or_several(x: Tensor) -> None:
     assert str(caught.value) == (
         "'input.mask' is not in what Odd gives: no element '.mask': the value has .x"
     )
-    with pytest.raises(ip.SiteNotFound, match="'input.mask' holds no tensor: it is a NoneType"):
+    with pytest.raises(ip.SiteNotFound, match=r"'input.mask' holds no tensor: it is a NoneType"):
         model.run_with_cache(x, None, names_filter="input.mask")
     lstm = ip.wrap(nn.LSTM(4, 5))
     with pytest.raises(ip.AmbiguousSite) as ambiguous:
@@ -165,7 +175,10 @@ def test_a_place_that_holds_no_tensor_or_several(x: Tensor) -> None:
 
 def test_values_without_meaning_outside_are_refused(x: Tensor) -> None:
     model = ip.wrap(nn.Sequential(nn.Linear(4, 2)))
-    with pytest.raises(ip.Unsupported, match="'0' was reached inside torch.func"), model.hooks([ip.zero("0")]):
+    with (
+        pytest.raises(ip.Unsupported, match=r"'0' was reached inside torch.func"),
+        model.hooks([ip.zero("0")]),
+    ):
         torch.func.vmap(model.module)(x)
 
 

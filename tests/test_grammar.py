@@ -279,11 +279,13 @@ def test_a_canonical_name_leads_back_to_its_place_also_beside_children_called_in
     tree = ModuleTree(root)
     spelled: dict[str, object] = {}
     for path, module in tree.modules():
+        if not path and tail.call is not None:
+            continue  # the root is called once in a run
         name = tree.spell(path, tail)
         found = tree.site(name)
         assert (found.module, found.tail) == (module, tail), f"{name!r} is not {path!r} {tail}"
+        assert name not in spelled
         spelled[name] = module
-    assert len(spelled) == len(list(tree.modules()))
 
 
 @CHECKED
@@ -464,21 +466,21 @@ def told(error_type, call):
         pytest.param(
             "blocks.1.atn.input",
             "no site 'blocks.1.atn.input' in Net.\n"
-            "  'blocks.1' has: attn, mlp, input, output\n"
+            "  'blocks.1' has: attn, mlp; and input, output\n"
             "  did you mean 'blocks.1.attn.input'?   (list them: model.sites)",
             id="typo in the middle",
         ),
         pytest.param(
             "blocks.1.mlp.fcc",
             "no site 'blocks.1.mlp.fcc' in Net.\n"
-            "  'blocks.1.mlp' has: fc, act, input, output\n"
+            "  'blocks.1.mlp' has: fc, act; and input, output\n"
             "  did you mean 'blocks.1.mlp.fc'?   (list them: model.sites)",
             id="typo at the end",
         ),
         pytest.param(
             "blokcs.1.atn.input",
             "no site 'blokcs.1.atn.input' in Net.\n"
-            "  Net has: embed, blocks, lstm, input, output\n"
+            "  Net has: embed, blocks, lstm; and input, output\n"
             "  did you mean 'blocks.1.attn.input'?   (list them: model.sites)",
             id="two typos",
         ),
@@ -499,15 +501,15 @@ def told(error_type, call):
         pytest.param(
             "zzz",
             "no site 'zzz' in Net.\n"
-            "  Net has: embed, blocks, lstm, input, output\n"
+            "  Net has: embed, blocks, lstm; and input, output\n"
             "  no name is close to it.   (list them: model.sites)",
             id="unknown root",
         ),
         pytest.param(
             "embed.weight",
             "no site 'embed.weight' in Net.\n"
-            "  'embed' is a Linear with no parts; it has: input, output\n"
-            "  no name is close to it.   (list them: model.sites)",
+            "  'weight' is a parameter of 'embed'; sites are what modules take and return.\n"
+            "  read it as model.embed.weight   (list them: model.sites)",
             id="parameter",
         ),
     ],
@@ -529,31 +531,31 @@ def test_a_long_list_of_parts_is_shortened():
     assert told(ip.SiteNotFound, lambda: ModuleTree(root).site("part99")) == (
         "no site 'part99' in Module.\n"
         "  Module has: part0, part1, part2, part3, part4, part5, part6, part7, part8, "
-        "part9, ..., input, output\n"
+        "part9, ... (12 in all); and input, output\n"
         "  did you mean 'part9'?   (list them: model.sites)"
     )
 
 
 SITES_OF_NET = (
     "  sites are: output, embed, blocks, blocks.0, blocks.0.attn, blocks.0.mlp, blocks.0.mlp.fc, "
-    "blocks.0.mlp.act, ... (19 in all)\n"
-    "  In a glob `*` stays within one dotted segment and `**` spans many."
-    "   (list them: model.sites)"
+    "blocks.0.mlp.act, ... (19 in all)"
 )
+LIST_THEM = "   (list them: model.sites)"
 
 
 @pytest.mark.parametrize("pattern", ["blocks.*.atn", "*.attn", "**.zzz.input"])
 def test_a_glob_that_matches_nothing_says_what_there_is(pattern):
     tree = ModuleTree(Net())
     assert told(ip.NothingMatched, lambda: tree.select(pattern)) == (
-        f"the glob {pattern!r} matches no site in Net.\n{SITES_OF_NET}"
+        f"the glob {pattern!r} matches no site in Net.\n{SITES_OF_NET}\n"
+        f"  In a glob `*` stays within one dotted segment and `**` spans many.{LIST_THEM}"
     )
 
 
 def test_a_regex_that_matches_nothing_says_what_there_is():
     tree = ModuleTree(Net())
     assert told(ip.NothingMatched, lambda: tree.select(re.compile("zz+"))) == (
-        f"the filter re.compile('zz+') matches no site in Net.\n{SITES_OF_NET}"
+        f"the filter re.compile('zz+') matches no site in Net.\n{SITES_OF_NET}{LIST_THEM}"
     )
 
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import interpose as ip
+from interpose.engine import editing as engine_editing
 from interpose.engine import listeners as engine_listeners
 from interpose.engine import scope as engine_scope
 from interpose.taps import context, eager, tap
@@ -781,14 +782,13 @@ class Interpreter:
         self.seen.append(("cache", capture.cache()))
 
     def may_stop(self, places: list[Place]) -> set[str] | None:
-        """Whom to wait for; None if a module's calls are not known, or are several."""
+        """Whom to wait for; None unless every module is known to be called once."""
         waiting = set()
         for place in places:
             calls = 1 if place.call is not None else self.known_calls.get(place.uid)
-            if calls is None or calls > 1:
+            if calls != 1:
                 return None
-            if calls == 1 or place.outright:
-                waiting.add(place.name)
+            waiting.add(place.name)
         return waiting
 
 
@@ -1464,9 +1464,9 @@ def test_a_prepended_hook_keeps_the_order_of_its_own_names():
 
 def ignore_in_place_changes(patch: pytest.MonkeyPatch) -> None:
     def changed_by(hook, function, copy, point):
-        return engine_listeners.call_hook(hook, function, copy, point)
+        return engine_editing.call_hook(hook, function, copy, point)
 
-    patch.setattr(engine_listeners, "changed_by", changed_by)
+    patch.setattr(engine_editing, "changed_by", changed_by)
 
 
 def run_hooks_in_reverse_order(patch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,12 @@
 """interpose: read, edit, ablate, patch and steer activations and gradients of any PyTorch model, by name."""
 
+from interpose.analysis.adversarial import adversarial
+from interpose.analysis.feature_maps import feature_maps
+from interpose.analysis.gradient_control import clip_grad, noise_grad, scale_grad
+from interpose.analysis.gradient_health import gradient_health
+from interpose.analysis.nan_guard import NaNGuard
+from interpose.analysis.shape_log import ShapeLog
+from interpose.analysis.statistics import Statistics, activation_statistics
 from interpose.edits.basic import Edit, add, fill, noise, scale, zero
 from interpose.engine.cache import Cache
 from interpose.engine.hooks import Controller, Detector, Hook, skip, torch_hook
@@ -35,18 +42,28 @@ __all__ = [
     "HookPoint",
     "InterposeError",
     "Model",
+    "NaNGuard",
     "NeverFired",
     "NonFinite",
     "NothingMatched",
+    "ShapeLog",
     "Site",
     "SiteNotFound",
     "StaleValue",
+    "Statistics",
     "Unsupported",
+    "activation_statistics",
     "add",
+    "adversarial",
+    "clip_grad",
+    "feature_maps",
     "fill",
+    "gradient_health",
     "in_scope",
     "noise",
+    "noise_grad",
     "scale",
+    "scale_grad",
     "skip",
     "torch_hook",
     "wrap",

@@ -6,8 +6,8 @@ InterposeError
 ├── AmbiguousSite     (KeyError)      a name that means several tensors
 ├── NeverFired        (RuntimeError)  a hook whose site was never reached
 ├── EditError         (ValueError)    an edit the model cannot take
-│   ├── EditShapeError                its shape, dtype kind, device or container is wrong
-│   └── NonFinite                     it made NaN or Inf (only with check_finite=True)
+│   └── EditShapeError                its shape, dtype kind, device or container is wrong
+├── NonFinite         (ValueError)    a value or gradient with NaN or Inf, where one was looked for
 ├── StaleValue        (RuntimeError)  a value kept without a copy was changed since
 ├── GradientError     (RuntimeError)  a gradient that cannot be had, or would be wrong
 └── Unsupported       (TypeError)     a module or value that cannot be hooked, and why
@@ -48,8 +48,8 @@ class EditShapeError(EditError):
     """An edit of the wrong shape, dtype kind, device or container."""
 
 
-class NonFinite(EditError):
-    """An edit that made NaN or Inf out of finite numbers."""
+class NonFinite(InterposeError, ValueError):
+    """A NaN or Inf where `check_finite` or a `NaNGuard` looks for them."""
 
 
 class StaleValue(InterposeError, RuntimeError):

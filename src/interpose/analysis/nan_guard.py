@@ -58,13 +58,12 @@ class NaNGuard(Detector):
 
     Args:
         sites: where it looks; None for the output of every module.
-        gradients: look at gradients too, which needs a ``backward()`` inside the ``with`` block. By
-            default it does where gradients are on, so not under ``torch.no_grad()``.
+        gradients: look at gradients too, in a ``backward()`` inside the ``with`` block.
         raises: False only writes down ``guard.first`` and lets the model run on.
     """
 
     def __init__(
-        self, sites: Filter = None, *, gradients: bool | None = None, raises: bool = True
+        self, sites: Filter = None, *, gradients: bool = True, raises: bool = True
     ) -> None:
         super().__init__(sites, copies=False)
         self.gradients = gradients
@@ -74,8 +73,11 @@ class NaNGuard(Detector):
 
     def directions(self) -> tuple[str, ...]:
         """Values, and gradients where they are wanted."""
-        wanted = torch.is_grad_enabled() if self.gradients is None else self.gradients
-        return ("fwd", "bwd") if wanted else ("fwd",)
+        return ("fwd", "bwd") if self.gradients else ("fwd",)
+
+    def must_fire(self, direction: str) -> bool:
+        """A run without a backward pass is no mistake."""
+        return direction == "fwd"
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Look at a value."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from interpose.engine.cache import Cache
 from interpose.engine.hooks import Engine, Hook
-from interpose.engine.listeners import Capturing, GiveBack, Listener, Watching
+from interpose.engine.listeners import Capturing, GiveBack, Listener
 from interpose.engine.points import HookPoint
 from interpose.engine.scope import Binding, Scope
+from interpose.engine.watching import Watching
 from interpose.errors import GradientError
 from interpose.sites.grammar import Tail
 from interpose.sites.tree import Filter, ModuleTree, Site

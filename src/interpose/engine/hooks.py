@@ -66,6 +66,10 @@ class Hook:
         """Which of ``fwd`` and ``bwd`` it takes part in."""
         raise NotImplementedError
 
+    def must_fire(self, direction: str) -> bool:  # noqa: ARG002
+        """Whether it is an error if it never runs in a direction; a guard may say no."""
+        return True
+
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Called with a copy of the value at a site."""
         raise NotImplementedError

@@ -36,7 +36,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         for registry in (part._buffers, cast("dict[str, Any]", part._parameters))
     ]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield

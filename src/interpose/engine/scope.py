@@ -12,18 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import GradientEdge
 
+from interpose.engine.editing import Editing, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
-from interpose.engine.listeners import (
-    Editing,
-    FrameEnd,
-    FrameStart,
-    GiveBack,
-    Listener,
-    TorchEditing,
-    Watching,
-    grad_receiver,
-    guard_output,
-)
+from interpose.engine.listeners import FrameEnd, FrameStart, GiveBack, Listener, guard_output
+from interpose.engine.watching import Watching, grad_receiver
 from interpose.errors import NeverFired
 from interpose.sites.tree import Site
 from interpose.taps import bypass, context, eager, tap
@@ -49,7 +41,7 @@ class Binding:
 
     def silent(self) -> list[Listener | bypass.Skipper]:
         """What should have run and did not: each site named outright, or all of a pattern."""
-        if not self.hook.enabled:
+        if not self.hook.enabled or not self.hook.must_fire(self.direction):
             return []
         everyone: list[Listener | bypass.Skipper] = [
             *self.listeners,
@@ -145,7 +137,7 @@ class Scope:
         single_run: bool = False,
     ) -> None:
         self.model = model
-        self.around: tuple[object, ...] = ()
+        self.around: tuple[Any, ...] = ()
         self.stopped = False
         self.targets: list[GradientEdge] | None = None
         self.bindings: list[Binding] = []

@@ -23,26 +23,21 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         module, path = part, f"{path}.{segment}" if path else segment
         rest = rest[len(segment) :]
     where = repr(path) if path else tree.label
-    lines = [f"no site {name!r} in {tree.label}."]
     if rest.startswith(("#", "[")):
-        meant = path or "output"
-        lines.append(
-            f"  {where} is there, but {rest!r} is none of: #0 (its first call), .input, .output, [0] "
-            "(an element)."
-            if path
-            else "  the model itself is called once in a run, so its calls have no number."
+        what = (
+            f"{where} is there, but {rest!r} is none of #0 (its first call), .input, .output, [0]."
         )
+        hint = f"did you mean {path!r}?"
+        if not path:
+            what, hint = "the model itself is called once in a run.", "write 'output' or 'input'."
     elif segment in dict(module.named_parameters(recurse=False)):
-        meant = f"model.{path}.{segment}" if path else f"model.{segment}"
-        lines.append(
-            f"  {segment!r} is a parameter of {where}: sites are what modules take and return."
-        )
+        what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
+        hint = f"read it as model.{path}.{segment}".replace("..", ".")
     else:
-        lines.append(f"  {_inventory(tree, module, where, segment)}")
-        meant = guess(tree, name) or ""
-    hint = f"did you mean {meant!r}?" if meant else "no name is close to it."
-    lines.append(f"  {hint}   (list them: model.sites)")
-    return "\n".join(lines)
+        what = _inventory(tree, module, where, segment)
+        near = guess(tree, name)
+        hint = f"did you mean {near!r}?" if near else "no name is close to it."
+    return f"no site {name!r} in {tree.label}.\n  {what}\n  {hint}   (list them: model.sites)"
 
 
 def explain_nothing(tree: ModuleTree, asked: object) -> str:

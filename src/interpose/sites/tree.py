@@ -47,9 +47,7 @@ class Site:
         call = self.tail.call if call is None else call
         if leaf == self.tail.leaf and call == self.tail.call:
             return self.name
-        return self.stem + (
-            str(Tail(call, self.tail.port, leaf)) if self.stem else f"{self.tail.port}{spell(leaf)}"
-        )
+        return _spelled(self.stem, Tail(call, self.tail.port, leaf), self.module)
 
     def __str__(self) -> str:
         return self.name
@@ -166,20 +164,10 @@ class ModuleTree:
         return self._others.get(path, [])
 
     def spell(self, path: str, tail: Tail) -> str:
-        """The canonical name of a place.
-
-        Where a child is called `input` or `output`, the module's own are `a..input` and `a[0]`, and
-        the root's `.input` and `.output`.
-        """
+        """The canonical name of a place."""
         if path and tail.port == "output" and not tail.leaf:
             return f"{path}{tail}"
-        taken = tail.port in children_of(self.walk(path)[0])
-        if not path:
-            text = str(tail) if tail.port == "input" or tail.leaf else ".output"
-            return text if taken else text.removeprefix(".")
-        if not taken or tail.call is not None:
-            return f"{path}{tail}"
-        return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
+        return _spelled(path, tail, self.walk(path)[0])
 
     def _with_tail(
         self, module: nn.Module, path: str, rest: str
@@ -275,6 +263,21 @@ class ModuleTree:
     def output_name(self, path: str) -> str:
         """The canonical name of a module's output."""
         return self.spell(path, Tail())
+
+
+def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
+    """Write down a place of a module. Children called `input` or `output` come first.
+
+    Where there are such, the module's own are `a..input` and `a[0]`, and the root's `.input` and
+    `.output`.
+    """
+    taken = tail.port in children_of(module)
+    if not path:
+        text = f".{tail.port}{spell(tail.leaf)}"
+        return text if taken else text[1:]
+    if not taken or tail.call is not None or tail == Tail():
+        return f"{path}{tail}"
+    return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
 
 
 def several_tensors(site: Site, leaves: list[tuple[Key, ...]]) -> AmbiguousSite:

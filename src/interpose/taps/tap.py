@@ -233,7 +233,7 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
             if phase in (BEFORE_READ, AFTER_READ) and tap.handle is not None:
                 # Foreign hooks may have come since; reads are last.
                 hooks = module._forward_pre_hooks if tap.before else module._forward_hooks
-                hooks.move_to_end(tap.handle.id)
+                hooks.move_to_end(tap.handle.id)  # type: ignore[attr-defined]
 
 
 def unlisten(module: nn.Module, phase: int, listener: Listener) -> None:

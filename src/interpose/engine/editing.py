@@ -1,0 +1,161 @@
+"""Running hooks on values: the copy they get, what they leave, and how it is written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.engine.hooks import Detector, Hook, TorchHook
+from interpose.engine.listeners import Listener, brief, guard
+from interpose.engine.points import HookPoint
+from interpose.errors import EditShapeError, NonFinite
+from interpose.taps import values
+from interpose.taps.context import frame_of, stand_down, stand_up, under_checkpoint
+from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call
+
+
+class Editing(Listener):
+    """Runs a hook on the values of a site and writes back what it leaves."""
+
+    def __init__(self, *args: Any, hook: Hook, check_finite: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hook = hook
+        self.check_finite = check_finite
+        self.phase = BEFORE_EDIT if self.site.tail.port == "input" else AFTER_EDIT
+
+    def on(self, call: Call) -> None:
+        """Run the hook on each tensor of the site."""
+        if not self.hook.enabled:
+            return
+        for leaf, value, name in self.tensors(call):
+            self.fired += 1
+            new = self._run(value, self.point(call, name))
+            if new is not value:
+                call.replace(leaf, value, new)
+                self._beware_of_checkpoint(call, new)
+
+    def _run(self, value: Tensor, point: HookPoint) -> Tensor:
+        if isinstance(self.hook, Detector):
+            look(self.hook, self.hook.on_value, value, point)
+            return value
+        copy = values.twin(value)
+        new = changed_by(self.hook, self.hook.on_value, copy, point)
+        if new is None:
+            return value
+        values.check_replacement(new, value, self.hook, point.name)
+        new = values.settled(new, value)
+        if self.check_finite and not torch.isfinite(new).all() and torch.isfinite(value).all():
+            raise NonFinite(
+                f"{self.hook.label} made NaN or Inf at {point.name!r}; the value it was given was "
+                "finite."
+            )
+        return new
+
+    def _beware_of_checkpoint(self, call: Call, new: Tensor) -> None:
+        if not call.recomputed and under_checkpoint():
+            frame_of(self.root).fragile.append(self)
+            guard(new, [self])
+
+
+class TorchEditing(Editing):
+    """Runs a hook that was written for PyTorch, on the whole output or all arguments."""
+
+    hook: TorchHook
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.phase = BEFORE_EDIT if self.hook.before else AFTER_EDIT
+
+    def on(self, call: Call) -> None:
+        """Call it as PyTorch would, with copies."""
+        if not self.hook.enabled:
+            return
+        self.fired += 1
+        copies = values.mapped(call.value, values.twin)
+        originals = dict(values.leaves(call.value))
+        marks = {leaf: _mark(tensor) for leaf, tensor in values.leaves(copies)}
+        point = self.point(call, self.site.name)
+        returned = call_hook(self.hook, self._as_torch(call, copies), point)
+        if returned is None:
+            changed = {leaf: t for leaf, t in values.leaves(copies) if _mark(t) != marks[leaf]}
+        else:
+            changed = self._taken_apart(returned, originals, call)
+        for leaf, new in changed.items():
+            old = originals[leaf]
+            if new is old:
+                continue
+            values.check_replacement(new, old, self.hook, self.site.name)
+            new = values.settled(new, old)
+            call.replace(leaf, old, new)
+            self._beware_of_checkpoint(call, new)
+
+    def _as_torch(self, call: Call, copies: Any) -> Callable[[HookPoint], Any]:
+        args, kwargs = ((), copies) if self.hook.before else call.inputs
+        if self.hook.before and not self.hook.with_kwargs:
+            args, kwargs = tuple(copies.values()), {}
+        given = (args, kwargs) if self.hook.with_kwargs else (args,)
+        rest = () if self.hook.before else (copies,)
+        return lambda _: self.hook.function(call.module, *given, *rest)
+
+    def _taken_apart(
+        self, returned: Any, originals: dict[values.Leaf, Tensor], call: Call
+    ) -> dict[values.Leaf, Tensor]:
+        if self.hook.before:
+            if self.hook.with_kwargs:
+                args, kwargs = returned
+                returned = dict(zip(call.value, args)) | kwargs
+            else:
+                returned = dict(
+                    zip(call.value, returned if isinstance(returned, tuple) else (returned,))
+                )
+        found = dict(values.leaves(returned))
+        if type(returned) is not type(call.value) or found.keys() != originals.keys():
+            raise EditShapeError(
+                f"{self.hook.label} at {self.site.name!r} returned {brief(returned)}; "
+                f"the module gives {brief(call.value)}. Return the same container with the same "
+                "tensors in it."
+            )
+        return found
+
+
+def look(hook: Detector, function: Callable[..., Any], value: Tensor, point: HookPoint) -> None:
+    """Show a value to a detector, which must not write to it."""
+    shown = values.twin(value.detach()) if hook.copies else value.detach()
+    mark = _mark(shown)
+    call_hook(hook, function, shown, point)
+    if _mark(shown) != mark:
+        raise TypeError(
+            f"{hook.label} is a Detector and wrote to the value at {point.name!r}. "
+            "Detectors change nothing; use a Controller to change a value."
+        )
+
+
+def changed_by(hook: Hook, function: Callable[..., Any], copy: Tensor, point: HookPoint) -> Any:
+    """What a function made of its copy; None if it left it alone."""
+    mark = _mark(copy)
+    returned = call_hook(hook, function, copy, point)
+    if returned is None or returned is copy:
+        return copy if _mark(copy) != mark else None
+    return returned
+
+
+def call_hook(hook: Hook, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's function with the model's hooks silent; an error of its own says at which site it was."""
+    token = stand_down()
+    try:
+        return function(*args)
+    except BaseException as error:
+        point: HookPoint = args[-1]
+        call = "" if point.call in (0, None) else f", call {point.call}"
+        error.add_note(f"raised by {hook.label} at site {point.name!r}{call}")
+        raise
+    finally:
+        stand_up(token)
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is written to, or given other data."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()

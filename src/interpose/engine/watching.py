@@ -1,0 +1,140 @@
+"""Gradients at sites, by hooks on the tensors themselves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from interpose.engine.editing import changed_by, look
+from interpose.engine.hooks import Detector, Hook
+from interpose.engine.listeners import Listener
+from interpose.engine.points import HookPoint
+from interpose.errors import GradientError
+from interpose.taps import values
+from interpose.taps.context import current, frame_of
+from interpose.taps.tap import AFTER_READ, BEFORE_READ, Call
+
+
+class Watching(Listener):
+    """Hands the gradients at a site to a hook or a cache.
+
+    The gradient is that of the value the rest of the model sees, over all paths: a tensor hook,
+    never a module backward hook. Where the value does not require grad (a frozen model) a fresh
+    leaf takes its place; where it is also somebody else's value (an argument, an output that is the
+    input or an inner output) a copy does, so that only this site counts.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        hook: Hook,
+        receive: Callable[[Tensor, HookPoint], Tensor | None],
+        reads_last: bool,
+        outlives_scope: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.receive = receive
+        self.hook = hook
+        self.reads_last = reads_last
+        self.outlives_scope = outlives_scope
+        self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
+        self.groups: weakref.WeakSet[Watchers] = weakref.WeakSet()
+        self.attached = False
+        self.attached_in_forward = False
+        self.without_grad = False
+
+    def on(self, call: Call) -> None:
+        """Hang a hook on each tensor of the site."""
+        if not self.hook.enabled:
+            return
+        for leaf, value, name in self.tensors(call):
+            watched = self._watchable(call, leaf, value, name)
+            if watched is None or (call.recomputed and self.attached_in_forward):
+                # The graph of a non-reentrant recomputation is thrown away; the first one has the
+                # hook.
+                continue
+            self.attached_in_forward = not call.recomputed
+            group = call.shared.get((Watching, leaf))
+            if group is None:
+                group = call.shared[(Watching, leaf)] = Watchers()
+                watched.register_hook(group.deliver)
+            group.members.append((self, self.point(call, name)))
+            self.groups.add(group)
+            self.attached = True
+            for scope in current().scopes:
+                if scope.targets is not None:  # type: ignore[attr-defined]
+                    scope.targets.append(get_gradient_edge(watched))  # type: ignore[attr-defined]
+
+    def _watchable(self, call: Call, leaf: values.Leaf, value: Tensor, name: str) -> Tensor | None:
+        """The tensor whose gradient is that of this site; replaces the value where it must."""
+        if not (value.is_floating_point() or value.is_complex()):
+            if self.outright:
+                raise GradientError(
+                    f"{name!r} is {value.dtype}: only floating point values have gradients."
+                )
+            return None
+        if not torch.is_grad_enabled():
+            self.without_grad = True
+            return None
+        done = call.shared.get((Watching, leaf, "shown"))
+        if done is not None:
+            return done  # type: ignore[no-any-return]
+        shown, watched = value, frame_of(self.root).watched
+        if not value.requires_grad:
+            shown = values.twin(values.twin(value.detach()).requires_grad_())
+        elif value.is_leaf or id(value) in watched or call.shares_memory_with_inputs(value):
+            shown = values.twin(value)
+        if shown is not value:
+            call.replace(leaf, value, shown)
+        watched.add(id(shown))
+        call.shared[(Watching, leaf, "shown")] = shown
+        return shown
+
+    def removed(self) -> None:
+        """Leave the graphs that outlast the scope: through their hooks they would keep the model alive."""
+        super().removed()
+        if not self.outlives_scope:
+            for group in self.groups:
+                group.members = [member for member in group.members if member[0] is not self]
+
+    def deliver(self, grad: Tensor, point: HookPoint) -> Tensor | None:
+        """Pass a gradient on."""
+        if not self.hook.enabled:
+            return None
+        self.fired += 1
+        return self.receive(grad, point)
+
+
+class Watchers:
+    """All who watch one tensor's gradient: hooks first, in their order, then caches."""
+
+    def __init__(self) -> None:
+        self.members: list[tuple[Watching, HookPoint]] = []
+
+    def deliver(self, grad: Tensor) -> Tensor:
+        """What torch calls with the gradient."""
+        for listener, point in sorted(self.members, key=lambda member: member[0].reads_last):
+            new = listener.deliver(grad, point)
+            grad = grad if new is None else new
+        return grad
+
+
+def grad_receiver(hook: Hook) -> Callable[[Tensor, HookPoint], Tensor | None]:
+    """How a hook takes gradients: a copy, with the same rules as values."""
+
+    def receive(grad: Tensor, point: HookPoint) -> Tensor | None:
+        if isinstance(hook, Detector):
+            look(hook, hook.on_grad, grad, point)
+            return None
+        new = changed_by(hook, hook.on_grad, values.twin(grad), point)
+        if new is None:
+            return None
+        return values.settled(values.check_replacement(new, grad, hook, f"{point.name}_grad"), grad)
+
+    return receive
