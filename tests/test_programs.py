@@ -497,7 +497,8 @@ class Interpreter:
         found: dict[str, Place] = {}
         for part in wanted:
             for place in self.resolve(part):
-                found.setdefault(place.name, place)
+                if place.outright or place.name not in found:
+                    found[place.name] = place  # a name beats a pattern that also means it
         return list(found.values())
 
     def place(

@@ -515,6 +515,25 @@ def test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place(case, dtype
     assert checked > len(names) / 2
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@EVERY_CASE
+def test_the_gradient_of_a_site_asked_for_alone_is_the_same(case, frozen):
+    dtype = torch.float32
+    module, args, kwargs = fresh(case, dtype)
+    _, cache = ip.wrap(module).run_with_cache(*args, **kwargs)
+    for name, record in zip(cache, raw_reads(case, dtype), strict=True):
+        if not (record.tensor.is_floating_point() or record.tensor.is_complex()):
+            continue
+        expected = raw_gradient(case, dtype, record, frozen=frozen)
+        module, args, kwargs = fresh(case, dtype, frozen=frozen)
+        run = functools.partial(ip.wrap(module).run_with_cache, *args, **kwargs)
+        if expected is None:
+            with pytest.raises(ip.NeverFired, match="no gradient came back"):
+                run(names_filter=name, incl_bwd=loss_of)
+        else:
+            assert_same(run(names_filter=name, incl_bwd=loss_of)[1].grad[name], expected)
+
+
 def raw_gradient(case: Case, dtype: torch.dtype, at: Record, *, frozen: bool) -> Tensor | None:
     leaves: list[Tensor] = []
 

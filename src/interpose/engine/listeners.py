@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from interpose.engine.points import HookPoint
 from interpose.errors import GradientError, SiteNotFound
-from interpose.sites.grammar import Tail
+from interpose.sites.grammar import OUTPUT
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
 from interpose.taps.context import (
     current,
     new_frame,
 )
-from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_EDIT, BEFORE_READ, Call
+from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_EDIT, BEFORE_READ, Call, Tap
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -30,6 +30,7 @@ class Listener:
     """Hears the calls of one site's module, for a scope or (scope None) for the model."""
 
     phase: int
+    tap: Tap | None = None
     quick: Callable[[Any], bool] | None = None
 
     def __init__(self, model: Model, site: Site, scope: Any, *, outright: bool) -> None:
@@ -48,10 +49,6 @@ class Listener:
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
         raise NotImplementedError
-
-    def removed(self) -> None:
-        """The scope has ended, or the hook was taken off the model."""
-        self.gone = True
 
     def tensors(self, call: Call) -> list[tuple[values.Leaf, Tensor, str]]:
         """The tensors of a call that this site means, each with its path and name."""
@@ -144,8 +141,8 @@ class Capturing(Listener):
         super().__init__(*args, **kwargs)
         self.sink = sink
         self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
-        plain = self.site.tail == Tail()
-        self.quick = self._take if in_a_hurry and plain else None
+        if in_a_hurry and self.site.tail is OUTPUT:
+            self.quick = self._take
 
     def _take(self, value: Any) -> bool:
         """Keep a whole output without ceremony: most calls of most runs are of this kind."""

@@ -61,8 +61,10 @@ class Binding:
     def remove(self) -> None:
         """Undo `install`, also one that failed half way."""
         for listener in self.listeners:
-            tap.unlisten(listener.site.module, listener.phase, listener)
-            listener.removed()
+            tap.unlisten(listener)
+            listener.gone = True
+            if isinstance(listener, Watching):
+                listener.removed()
         for site, skipper in self.skippers:
             bypass.unskip(site.module, skipper)
 

@@ -98,7 +98,6 @@ class Watching(Listener):
 
     def removed(self) -> None:
         """Leave the graphs that outlast the scope: through their hooks they would keep the model alive."""
-        super().removed()
         if not self.outlives_scope:
             for group in self.groups:
                 group.members = [member for member in group.members if member[0] is not self]

@@ -41,6 +41,10 @@ class Tail:
         return call + port + spell(self.leaf)
 
 
+OUTPUT = Tail()
+"""Whatever a module returns."""
+
+
 @lru_cache(maxsize=4096)
 def parse_tail(text: str) -> Tail | None:
     """Read what follows a module path, such as ``#1.output[0]``; None if it is no such thing."""

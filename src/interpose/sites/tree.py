@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
-from interpose.sites.grammar import Key, Tail, compile_glob, is_glob, parse_tail, spell
+from interpose.sites.grammar import OUTPUT, Key, Tail, compile_glob, is_glob, parse_tail, spell
 from interpose.sites.suggest import explain_missing, explain_nothing
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -122,12 +122,14 @@ class ModuleTree:
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
         known = self._known.get(name)
-        if known is not None and all(
-            children.get(key) is child for children, key, child in known[1]
-        ):
-            return known[0]
+        if known is not None:
+            for children, key, child in known[1]:
+                if children.get(key) is not child:
+                    break
+            else:
+                return known[0]
         module, stem, rest = self.walk(name)
-        tail: Tail | None = Tail()
+        tail: Tail | None = OUTPUT
         if rest:
             module, stem, tail = self._with_tail(module, stem, rest)
         if tail is None:
@@ -202,6 +204,9 @@ class ModuleTree:
         if isinstance(wanted, Iterable):
             found: dict[str, tuple[Site, bool]] = {}
             for part in wanted:
+                if isinstance(part, str) and not is_glob(part):
+                    found[part] = self.site(part), True
+                    continue
                 for site, outright in self.select(part):
                     found.setdefault(site.name, (site, outright))
             if not found:
@@ -216,7 +221,7 @@ class ModuleTree:
         )
 
     def _output(self, path: str, module: nn.Module) -> Site:
-        return self._site(path, module, Tail())
+        return self._site(path, module, OUTPUT)
 
     def _site(self, path: str, module: nn.Module, tail: Tail) -> Site:
         name = self.spell(path, tail)
@@ -262,7 +267,7 @@ class ModuleTree:
 
     def output_name(self, path: str) -> str:
         """The canonical name of a module's output."""
-        return self.spell(path, Tail())
+        return self.spell(path, OUTPUT)
 
 
 def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
@@ -275,7 +280,7 @@ def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
     if not path:
         text = f".{tail.port}{spell(tail.leaf)}"
         return text if taken else text[1:]
-    if not taken or tail.call is not None or tail == Tail():
+    if not taken or tail.call is not None or tail == OUTPUT:
         return f"{path}{tail}"
     return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
 

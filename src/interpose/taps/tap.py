@@ -93,6 +93,7 @@ class Listener(Protocol):
     most_calls: int
     missed: int
     quick: Callable[[Any], bool] | None
+    tap: Tap | None
 
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
@@ -105,7 +106,7 @@ class Tap:
 
     def __init__(self, phase: int) -> None:
         self.phase = phase
-        self.before = is_before(phase)
+        self.before = phase < AFTER_EDIT
         self.listeners: tuple[Listener, ...] = ()
         self.handle: RemovableHandle | None = None
 
@@ -212,47 +213,41 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
     """Let a listener hear a module's calls."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unsupported(
-            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
-            "hook can see it. "
+            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no hook "
+            "can see it. "
             "Hook the module that calls it, or use the module before torch.jit.script or trace."
         )
     with _LOCK:
-        tap = _find(module, phase)
-        if tap is None:
+        hooks: Any = module._forward_pre_hooks if phase < AFTER_EDIT else module._forward_hooks
+        for tap in hooks.values():
+            if type(tap) is Tap and tap.phase == phase:
+                tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
+                if phase in (BEFORE_READ, AFTER_READ) and tap.handle is not None:
+                    hooks.move_to_end(tap.handle.id)  # foreign hooks may have come since
+                break
+        else:
             tap = Tap(phase)
             tap.listeners = (listener,)
             register = (
-                module.register_forward_pre_hook
-                if is_before(phase)
-                else module.register_forward_hook
+                module.register_forward_pre_hook if tap.before else module.register_forward_hook
             )
             prepend = phase in (BEFORE_EDIT, AFTER_EDIT)
             tap.handle = register(tap, prepend=prepend, with_kwargs=True)
-        else:
-            tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
-            if phase in (BEFORE_READ, AFTER_READ) and tap.handle is not None:
-                # Foreign hooks may have come since; reads are last.
-                hooks = module._forward_pre_hooks if tap.before else module._forward_hooks
-                hooks.move_to_end(tap.handle.id)  # type: ignore[attr-defined]
+        listener.tap = tap
 
 
-def unlisten(module: nn.Module, phase: int, listener: Listener) -> None:
+def unlisten(listener: Listener) -> None:
     """Undo `listen`; the last listener takes the torch hook with it."""
     with _LOCK:
-        tap = _find(module, phase)
+        tap, listener.tap = listener.tap, None
         if tap is None:
             return
-        tap.listeners = tuple(other for other in tap.listeners if other is not listener)
-        if not tap.listeners and tap.handle is not None:
-            tap.handle.remove()
-
-
-def _find(module: nn.Module, phase: int) -> Tap | None:
-    hooks = module._forward_pre_hooks if is_before(phase) else module._forward_hooks
-    for hook in hooks.values():
-        if type(hook) is Tap and hook.phase == phase:
-            return hook
-    return None
+        if len(tap.listeners) > 1:
+            tap.listeners = tuple(other for other in tap.listeners if other is not listener)
+        else:
+            tap.listeners = ()
+            if tap.handle is not None:
+                tap.handle.remove()
 
 
 def _give_back(call: Call, lent: Sequence[tuple[Tensor, Tensor, int]]) -> None:
