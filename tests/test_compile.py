@@ -137,11 +137,29 @@ def test_scopes_in_two_threads_share_the_stance(compilations) -> None:
     assert compilations.ran == ran + 1
 
 
-def test_compiling_for_the_first_time_inside_a_scope_is_not_silent(compilations) -> None:
+# Dynamo says at length why it leaves a hooked module alone.
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("lasting", [False, True])
+def test_hooks_fire_when_the_model_is_compiled_for_the_first_time(
+    lasting: bool, compilations
+) -> None:
     net, x = Net(), torch.randn(2, 4)
-    with (
-        pytest.raises(ip.NeverFired, match="the model was compiled inside this scope"),
-        ip.wrap(net).hooks([("fc1", lambda value, hook: value * 0)]),
-    ):
-        torch.compile(net, backend=compilations)(x)
-    assert torch.equal(torch.compile(net, backend=compilations)(x), net(x))
+    model, compiled = ip.wrap(net), torch.compile(net, backend=compilations)
+    right = net.fc2(torch.tanh(net.fc1(x) * 0))
+    edit = ("fc1", lambda value, hook: value * 0)
+    if lasting:
+        handle = model.add_hook(*edit)
+        assert torch.equal(compiled(x), right)
+        handle.remove()
+    else:
+        with model.hooks([edit]):
+            assert torch.equal(compiled(x), right)
+    assert torch.equal(compiled(x), net(x))
+
+
+def test_a_hooked_model_cannot_be_compiled_whole_or_exported() -> None:
+    net, x = Net(), torch.randn(2, 4)
+    with ip.wrap(net).hooks([("fc1", lambda value, hook: value * 0)]):
+        net(x)
+        with pytest.raises(Exception, match="cannot be compiled whole or exported"):
+            torch.export.export(net, (x,))

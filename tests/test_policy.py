@@ -99,7 +99,9 @@ def lines_of_code(path: Path) -> int:
     text = path.read_text()
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
             documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return sum(
         1

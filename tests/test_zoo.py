@@ -158,17 +158,18 @@ def test_torch_itself_can_run_nearly_every_module_in_every_dtype():
     assert sum(backward is None for _, backward in reasons) >= 0.85 * len(reasons)
 
 
-def assert_same(got: Any, expected: Any) -> None:
+def assert_same(got: Any, expected: Any, *, rounded: bool = False) -> None:
     """The same containers with bit-identical tensors in them; NaN equals NaN."""
     assert type(got) is type(expected)
     if isinstance(expected, Tensor):
         if equal(got, expected):
             return  # the rest is slow, and for NaN and for messages only
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        exact = {} if rounded else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(got, expected, equal_nan=True, **exact)
         return
     assert [key for key, _ in parts(got)] == [key for key, _ in parts(expected)]
     for (_, one), (_, other) in zip(parts(got), parts(expected)):
-        assert_same(one, other)
+        assert_same(one, other, rounded=rounded)
     if isinstance(expected, (str, int, float, bool)):
         assert got == expected
 
@@ -329,6 +330,25 @@ WAYS_TO_CHANGE_NOTHING = (
 )
 
 
+LAID_OUT_ANEW = {"expanded"}
+"""A torch hook writes an expanded value out, we expand again; other strides, other kernels."""
+
+WRITES_LATER = {"inplace_after_identity", "views_written_in_place"}
+"""These write in place to a value that is also another one. A copy at one of its sites breaks that,
+as it does with a torch hook that returns a copy; and it has no gradient of its own."""
+
+COPIES_INPUTS = {clone_every_input, add_zero_to_everything_in_place}
+ASKS_FOR_THE_SAME_TENSOR = {"multihead_attention", "transformer_encoder_eval"}
+"""torch's attention is fused if query, key and value are one tensor, which copies are not."""
+
+
+def keeps_bits(case: Case, way: Callable[..., Any], grad: bool) -> bool:
+    """Whether a copy in the place of a value is the same to this module."""
+    if case.name in WRITES_LATER:
+        return way in (nothing, read_every_output, read_every_output_and_input)
+    return grad or case.name not in ASKS_FOR_THE_SAME_TENSOR or way not in COPIES_INPUTS
+
+
 @pytest.mark.parametrize("way", WAYS_TO_CHANGE_NOTHING, ids=lambda way: way.__name__)
 @EVERY_DTYPE
 @EVERY_CASE
@@ -336,6 +356,8 @@ def test_nothing_changes_when(case, dtype, way):
     backward = way is watch_every_gradient
     skip_if_torch_cannot(case, dtype, backward=backward)
     for grad in (True,) if backward else (True, False):
+        if not keeps_bits(case, way, grad):
+            continue
         with torch.set_grad_enabled(grad):
             bare, args, kwargs = fresh(case, dtype)
             expected = bare(*args, **kwargs)
@@ -457,7 +479,8 @@ def test_edits_by_return_and_in_place_are_the_same_and_equal_a_torch_hook(case, 
             continue
         expected = raw_run(case, dtype, record, edited)
         for edit in (by_return, in_place_and_return, in_place):
-            assert_same(run_edited(case, dtype, site, edit), expected)
+            got = run_edited(case, dtype, site, edit)
+            assert_same(got, expected, rounded=case.name in LAID_OUT_ANEW)
         effects.append(differs(expected, untouched))
     assert sum(effects) > len(effects) / 2 or case.name in WITHOUT_EFFECT
 
@@ -498,6 +521,10 @@ def test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place(case, dtype
     skip_if_torch_cannot(case, dtype, backward=True)
     records = raw_reads(case, dtype)
     module, args, kwargs = fresh(case, dtype, frozen=frozen)
+    if case.name in WRITES_LATER:
+        with pytest.raises(ip.GradientError, match="has no gradient of its own"):
+            ip.wrap(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
+        return
     _, cache = ip.wrap(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
     assert all(parameter.grad is None for parameter in module.parameters())
     names = [name for name in cache if not name.endswith("_grad")]
@@ -510,7 +537,7 @@ def test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place(case, dtype
         if expected is None:
             assert name not in cache.grad
             continue
-        assert_same(cache.grad[name], expected)
+        assert_same(cache.grad[name], expected, rounded=case.name in LAID_OUT_ANEW)
         checked += 1
     assert checked > len(names) / 2
 
@@ -527,11 +554,16 @@ def test_the_gradient_of_a_site_asked_for_alone_is_the_same(case, frozen):
         expected = raw_gradient(case, dtype, record, frozen=frozen)
         module, args, kwargs = fresh(case, dtype, frozen=frozen)
         run = functools.partial(ip.wrap(module).run_with_cache, *args, **kwargs)
-        if expected is None:
+        if case.name in WRITES_LATER:
+            # A refusal is right, a wrong number is not.
+            with contextlib.suppress(ip.GradientError, ip.NeverFired):
+                assert_same(run(names_filter=name, incl_bwd=loss_of)[1].grad[name], expected)
+        elif expected is None:
             with pytest.raises(ip.NeverFired, match="no gradient came back"):
                 run(names_filter=name, incl_bwd=loss_of)
         else:
-            assert_same(run(names_filter=name, incl_bwd=loss_of)[1].grad[name], expected)
+            found = run(names_filter=name, incl_bwd=loss_of)[1].grad[name]
+            assert_same(found, expected, rounded=case.name in LAID_OUT_ANEW)
 
 
 def raw_gradient(case: Case, dtype: torch.dtype, at: Record, *, frozen: bool) -> Tensor | None:
@@ -852,6 +884,7 @@ COMPILING = pytest.mark.filterwarnings(
     # Dynamo uses deprecated parts of torch, and looks at .grad of whatever it is given.
     "ignore::DeprecationWarning:torch",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo",  # it says at length why it leaves a hooked module alone
 )
 
 

@@ -171,9 +171,18 @@ class Capturing(Listener):
 
 
 def guard_output(root: nn.Module, output: Any) -> None:
-    """Refuse a backward pass from this output that would recompute the forward pass without its edits."""
+    """At the end of a forward pass: refuse what would make its gradients wrong."""
     frame = current().frames.get(id(root))
-    if frame is not None and frame.fragile:
+    if frame is None:
+        return
+    fixed, frame.fixed = frame.fixed, []
+    for tensor, version, name in fixed:
+        if tensor._version != version:
+            raise GradientError(
+                f"the model writes in place to the value at {name!r}, which shares memory with "
+                "another value, so it has no gradient of its own. Watch the module before it."
+            )
+    if frame.fragile:
         for _, tensor in values.leaves(output):
             guard(tensor, list(frame.fragile))
 

@@ -28,7 +28,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
-    parts = list(module.modules())
+    parts = [p for p in module.modules() if not isinstance(p, torch.jit.ScriptModule)]
     attributes = [(part, dict(vars(part))) for part in parts]
     registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (registry, dict(registry))
@@ -77,10 +77,7 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             name = model.tree.spell(path, tail)
             site = Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
             binding.asked.append((site, False))
-            if not isinstance(module, torch.jit.ScriptModule):
-                binding.listeners.append(
-                    Capturing(model, site, scope, outright=False, sink=_Shapes())
-                )
+            binding.listeners.append(Capturing(model, site, scope, outright=False, sink=_Shapes()))
     scope.bindings.append(binding)
     model._seen.clear()
     with torch.no_grad(), scope:

@@ -144,7 +144,6 @@ class Scope:
         self.targets: list[GradientEdge] | None = None
         self.bindings: list[Binding] = []
         self._forwards = 0
-        self._forced_eager = False
         self._frames = None if single_run else frames(model, self)
         for hook in hooks:
             self.bindings += bind(
@@ -153,7 +152,7 @@ class Scope:
 
     def __enter__(self) -> Scope:
         self.around = context.current().scopes
-        self._forced_eager = eager.hold()
+        eager.hold()
         try:
             if self._frames is not None:
                 self._frames.install(first=True)
@@ -221,13 +220,6 @@ class Scope:
         if isinstance(silent, Listener):
             missed, calls = silent.missed, silent.most_calls
         kind = type(site.module).__name__
-        if eager.anything_compiled() and not self._forced_eager:
-            return (
-                f"{what}: the model was compiled inside this scope, and compiled code has no "
-                "hooks.\n"
-                "  Compile it before, or call the module itself; interpose then runs it eagerly "
-                "while hooks are on."
-            )
         if missed:
             return (
                 f"{what}: {kind} was called {missed} times, but outside this scope (in another "

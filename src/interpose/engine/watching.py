@@ -16,17 +16,17 @@ from interpose.engine.listeners import Listener
 from interpose.engine.points import HookPoint
 from interpose.errors import GradientError
 from interpose.taps import values
-from interpose.taps.context import current, frame_of
+from interpose.taps.context import current
 from interpose.taps.tap import AFTER_READ, BEFORE_READ, Call
 
 
 class Watching(Listener):
     """Hands the gradients at a site to a hook or a cache.
 
-    The gradient is that of the value the rest of the model sees, over all paths: a tensor hook,
-    never a module backward hook. Where the value does not require grad (a frozen model) a fresh
-    leaf takes its place; where it is also somebody else's value (an argument, an output that is the
-    input or an inner output) a copy does, so that only this site counts.
+    The gradient is that of the value the rest of the model sees, over all its paths: a tensor hook,
+    never a module backward hook. A copy takes the value's place, so that uses of the same tensor
+    elsewhere (inside the module, as its input, as the caller's variable) do not count; where the
+    value does not require grad (a frozen model) the copy is that of a fresh leaf.
     """
 
     def __init__(
@@ -85,14 +85,11 @@ class Watching(Listener):
         done = call.shared.get((Watching, leaf, "shown"))
         if done is not None:
             return done  # type: ignore[no-any-return]
-        shown, watched = value, frame_of(self.root).watched
-        if not value.requires_grad:
-            shown = values.twin(values.twin(value.detach()).requires_grad_())
-        elif value.is_leaf or id(value) in watched or call.shares_memory_with_inputs(value):
-            shown = values.twin(value)
-        if shown is not value:
-            call.replace(leaf, value, shown)
-        watched.add(id(shown))
+        if value.requires_grad:
+            shown = values.stand_in(value)
+        else:
+            shown = values.stand_in(values.stand_in(value.detach()).requires_grad_())
+        call.replace(leaf, value, shown, watched=name)
         call.shared[(Watching, leaf, "shown")] = shown
         return shown
 

@@ -28,8 +28,6 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
             f"{where} is there, but {rest!r} is none of #0 (its first call), .input, .output, [0]."
         )
         hint = f"did you mean {path!r}?"
-        if not path:
-            what, hint = "the model itself is called once in a run.", "write 'output' or 'input'."
     elif segment in dict(module.named_parameters(recurse=False)):
         what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
         hint = f"read it as model.{path}.{segment}".replace("..", ".")

@@ -72,10 +72,10 @@ class ModuleTree:
         return type(_unwrapped(self.root)).__name__
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every module with its first name, each once; the root is ``""``."""
+        """Every module that can be hooked with its first name, each once; the root is ``""``."""
         seen: set[int] = set()
         for path, module in self.all_names():
-            if id(module) not in seen:
+            if id(module) not in seen and not isinstance(module, torch.jit.ScriptModule):
                 seen.add(id(module))
                 yield path, module
 
@@ -180,10 +180,10 @@ class ModuleTree:
         if child is not None:
             module, path = _unwrapped(child), f"{path}.{segment}" if path else segment
             return module, path, parse_tail(rest[len(segment) :])
-        tail = parse_tail(rest if rest.startswith((".", "#", "[")) else f".{rest}")
-        if tail is not None and tail.call is not None and not path:
-            return module, path, None  # the root is called once in a run
-        return module, path, tail
+        if not path and mark == "#" and segment in ("input", "output"):
+            # The root has no name for the number to follow: `output#1` is `#1.output`.
+            rest = re.sub(r"^(\w+)(#\d+)", r"\2.\1", rest)
+        return module, path, parse_tail(rest if rest.startswith((".", "#", "[")) else f".{rest}")
 
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means, each with whether it was named outright (rather than by a pattern)."""
@@ -278,8 +278,15 @@ def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
     """
     taken = tail.port in children_of(module)
     if not path:
-        text = f".{tail.port}{spell(tail.leaf)}"
-        return text if taken else text[1:]
+        call = "" if tail.call is None else f"#{tail.call}"
+        text = f".{tail.port}{call}{spell(tail.leaf)}"
+        return (
+            f"{call}.{tail.port}{spell(tail.leaf)}"
+            if taken and call
+            else text
+            if taken
+            else text[1:]
+        )
     if not taken or tail.call is not None or tail == OUTPUT:
         return f"{path}{tail}"
     return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"

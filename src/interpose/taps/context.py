@@ -25,16 +25,16 @@ class Frame:
 
     ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module.
     ``fragile``: listeners whose edits a checkpoint will have to repeat in the backward pass.
-    ``watched``: tensors whose gradient a site has.
+    ``fixed``: tensors that nobody may write to any more, with their versions and sites.
     """
 
-    __slots__ = ("counts", "fragile", "lent", "watched")
+    __slots__ = ("counts", "fixed", "fragile", "lent")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.lent: dict[int, list[Any]] = {}
         self.fragile: list[Any] = []
-        self.watched: set[int] = set()
+        self.fixed: list[tuple[Any, int, str]] = []
 
 
 class Context:

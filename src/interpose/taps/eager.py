@@ -18,15 +18,14 @@ _holders = 0
 _stance: Any = None
 
 
-def hold() -> bool:
-    """Make compiled modules run eagerly until `release`; False if nothing is compiled so far."""
+def hold() -> None:
+    """Make compiled modules run eagerly until `release`."""
     global _holders, _stance
     with _LOCK:
         _holders += 1
-        if _stance is None and anything_compiled():
+        if _stance is None and _anything_compiled():
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
-        return _stance is not None
 
 
 def release() -> None:
@@ -39,7 +38,7 @@ def release() -> None:
             _stance = None
 
 
-def anything_compiled() -> bool:
+def _anything_compiled() -> bool:
     """Whether `torch.compile` was used in this process. Asking costs nothing; setting a stance does."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # `cached_backends` fills with the first compile (torch 2.6 to 2.13); without it, assume the

@@ -35,6 +35,10 @@ def is_before(phase: int) -> bool:
     return phase < AFTER_EDIT
 
 
+Lent = tuple[Tensor, Tensor, int, str]
+"""An argument, what took its place, the version of that, and the site if its gradient is watched."""
+
+
 class Call:
     """One call of a module as its listeners see it: the values, which they may replace.
 
@@ -64,15 +68,24 @@ class Call:
         self.root = root
         self.index: int | None = None
         self.changed = False
-        self.lent: list[tuple[Tensor, Tensor, int]] = []
+        self.lent: list[Lent] = []
         self.shared: dict[Any, Any] = {}
 
-    def replace(self, leaf: values.Leaf, old: Tensor, new: Tensor) -> None:
-        """Put a tensor in the place of another; the model goes on with it."""
+    def replace(self, leaf: values.Leaf, old: Tensor, new: Tensor, watched: str = "") -> None:
+        """Put a tensor in the place of another; the model goes on with it.
+
+        ``watched`` names the site if the gradient of the new tensor is to be that of the old one.
+        Then neither may be written to later where the other is meant too.
+        """
         self.value = values.swap(self.value, leaf, new)
         self.changed = True
         if self.inputs is None:
-            self.lent.append((old, new, new._version))
+            self.lent.append((old, new, new._version, watched))
+        elif watched:
+            fixed = frame_of(self.root).fixed
+            fixed.append((old, old._version, watched))
+            if self.shares_memory_with_inputs(old):
+                fixed.append((new, new._version, watched))
 
     def shares_memory_with_inputs(self, value: Tensor) -> bool:
         """Whether a module returned (a view of) what it was given, as Identity does."""
@@ -121,8 +134,11 @@ class Tap:
             # flag.
             return None
         if torch.compiler.is_compiling():
-            # Compiled for the first time inside a scope: the compiled code must not hold our hooks.
-            return None
+            # Dynamo then runs this part of the model eagerly, and the hooks with it.
+            raise Unsupported(
+                "a model with hooks on it cannot be compiled whole or exported. Do that first: "
+                "compiled modules run eagerly while hooks are on."
+            )
         again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
         here = current()
         scopes, silent = here.scopes, here.standing_down
@@ -250,9 +266,11 @@ def unlisten(listener: Listener) -> None:
                 tap.handle.remove()
 
 
-def _give_back(call: Call, lent: Sequence[tuple[Tensor, Tensor, int]]) -> None:
+def _give_back(call: Call, lent: Sequence[Lent]) -> None:
     """If a module changed a replaced argument in place (ReLU(inplace=True)), change the original the same way."""
-    for old, new, version in reversed(lent):
+    for old, new, version, watched in reversed(lent):
+        if watched:
+            frame_of(call.root).fixed.append((new, new._version, watched))
         if new._version == version:
             continue
         old.copy_(new)

@@ -108,10 +108,15 @@ def _step(value: Any, key: Key) -> Any:
 
 
 def twin(value: Tensor) -> Tensor:
-    """A copy with the same strides, so that the kernels after it take the same path."""
+    """A copy with the same strides that can be written to; an expanded value is written out."""
     if value.is_contiguous() and not torch.is_inference_mode_enabled():
         return value.clone()
-    return _same_layout(value, value)
+    return _copy(value, value)
+
+
+def stand_in(value: Tensor) -> Tensor:
+    """A copy with just the same strides, so that the kernels after it take the same path."""
+    return _copy(value, value, expanded=True)
 
 
 def settled(new: Tensor, value: Tensor) -> Tensor:
@@ -119,24 +124,33 @@ def settled(new: Tensor, value: Tensor) -> Tensor:
 
     A copy, because the model may change it in place and what a user returned stays the user's.
     """
-    return _same_layout(new if new.dtype == value.dtype else new.to(value.dtype), value)
+    return _copy(new if new.dtype == value.dtype else new.to(value.dtype), value, expanded=True)
 
 
-def _same_layout(source: Tensor, like: Tensor) -> Tensor:
+def _copy(source: Tensor, like: Tensor, *, expanded: bool = False) -> Tensor:
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions; an ordinary tensor does, also in inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            return _copy(source, like)
-    return _copy(source, like)
-
-
-def _copy(source: Tensor, like: Tensor) -> Tensor:
+            return _copy(source, like, expanded=expanded)
     if like.is_contiguous() and source.is_contiguous():
         return source.clone()
+    if expanded and 0 in like.stride():
+        return _copy_expanded(source, like)
     if (source.stride() == like.stride() and _dense(source)) or not _dense(like, holes=True):
         return source.clone()
     blank = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return blank.copy_(source)
+
+
+def _copy_expanded(source: Tensor, like: Tensor) -> Tensor:
+    """A copy that is expanded the same way, if the source is the same along the expanded axes."""
+    small = source
+    for axis, (stride, size) in enumerate(zip(like.stride(), like.shape)):
+        if stride == 0 and size > 1:
+            small = small.narrow(axis, 0, 1)
+    if source is not like and not torch.equal(small.expand_as(source), source):
+        return source.clone()
+    return small.clone().expand_as(like)
 
 
 def _dense(value: Tensor, holes: bool = False) -> bool:
