@@ -19,7 +19,6 @@ from interpose.errors import GradientError
 from interpose.sites.grammar import Tail
 from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps import values
-from interpose.taps.tap import is_before
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -132,7 +131,6 @@ class CaptureRun(Scope):
         self.grads: list[Kept] = []
         sites = model.tree.select(wanted)
         reads = Binding(_CACHE, "fwd")
-        reads.asked = sites
         hurry = cut.whole and not (stop or gradients)
         reads.listeners = [
             Capturing(model, site, self, outright=outright, sink=self, in_a_hurry=hurry)
@@ -147,7 +145,6 @@ class CaptureRun(Scope):
 
     def _watch(self, sites: list[tuple[Site, bool]]) -> Binding:
         watch = Binding(_GRADIENT_CACHE, "bwd")
-        watch.asked = sites
         for site, outright in sites:
             listener = Watching(
                 self.model,
@@ -160,7 +157,7 @@ class CaptureRun(Scope):
                 outlives_scope=False,
             )
             watch.listeners.append(listener)
-            if is_before(listener.phase):
+            if listener.replaces_arguments:
                 watch.listeners.append(GiveBack(self.model, site, self, outright=outright))
         return watch
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.engine.hooks import Detector, Hook, TorchHook
+from interpose.engine.hooks import Detector, Hook, TorchHook, skip
 from interpose.engine.listeners import Listener, brief, guard
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, NonFinite
-from interpose.taps import values
+from interpose.taps import bypass, values
 from interpose.taps.context import frame_of, stand_down, stand_up, under_checkpoint
 from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call
 
@@ -58,6 +58,34 @@ class Editing(Listener):
         if not call.recomputed and under_checkpoint():
             frame_of(self.root).fragile.append(self)
             guard(new, [self])
+
+
+class Skipping(Listener):
+    """Returns a replacement in the stead of a module's forward."""
+
+    def __init__(self, *args: Any, hook: skip, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hook = hook
+
+    def install(self, *, first: bool = False) -> None:  # noqa: ARG002
+        """Stand before the module's forward; the last one to come decides."""
+        bypass.skip(self.site.module, self)
+
+    def remove(self) -> None:
+        """Step aside."""
+        bypass.unskip(self.site.module, self)
+
+    def wants_to_skip(self) -> bool:
+        """Unless it is switched off."""
+        return self.hook.enabled
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The replacement; tensors are copied, since the model may change them in place."""
+        self.fired += 1
+        replacement = self.hook.replacement
+        if callable(replacement) and not isinstance(replacement, Tensor):
+            return replacement(*args, **kwargs)
+        return values.mapped(replacement, Tensor.clone)
 
 
 class TorchEditing(Editing):

@@ -17,7 +17,16 @@ from interpose.taps.context import (
     current,
     new_frame,
 )
-from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_EDIT, BEFORE_READ, Call, Tap
+from interpose.taps.tap import (
+    AFTER_EDIT,
+    AFTER_READ,
+    BEFORE_EDIT,
+    BEFORE_READ,
+    Call,
+    Tap,
+    listen,
+    unlisten,
+)
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -29,7 +38,7 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 class Listener:
     """Hears the calls of one site's module, for a scope or (scope None) for the model."""
 
-    phase: int
+    phase: int = AFTER_READ
     tap: Tap | None = None
     quick: Callable[[Any], bool] | None = None
 
@@ -46,9 +55,23 @@ class Listener:
         self.gone = False
         self.noted = False
 
+    def install(self, *, first: bool = False) -> None:
+        """Hear calls from now on."""
+        listen(self.site.module, self.phase, self, first=first)
+
+    def remove(self) -> None:
+        """Hear no more, also if it never did."""
+        unlisten(self)
+        self.gone = True
+
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
         raise NotImplementedError
+
+    @property
+    def replaces_arguments(self) -> bool:
+        """Whether it may put something else in the place of an argument."""
+        return self.phase < AFTER_EDIT
 
     def tensors(self, call: Call) -> list[tuple[values.Leaf, Tensor, str]]:
         """The tensors of a call that this site means, each with its path and name."""

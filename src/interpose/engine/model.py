@@ -304,7 +304,7 @@ class Model:
         handle = Handle(
             hook,
             directions[0] if len(directions) == 1 else "both",
-            frozenset(site.canonical for site, _ in bindings[0].asked),
+            frozenset(listener.site.canonical for listener in bindings[0].listeners),
             release,
             lambda: _fired(bindings),
             is_permanent=is_permanent,

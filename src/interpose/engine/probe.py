@@ -76,7 +76,6 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for tail in (Tail(port="input"), Tail()):
             name = model.tree.spell(path, tail)
             site = Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
-            binding.asked.append((site, False))
             binding.listeners.append(Capturing(model, site, scope, outright=False, sink=_Shapes()))
     scope.bindings.append(binding)
     model._seen.clear()

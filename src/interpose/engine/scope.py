@@ -1,7 +1,7 @@
 """A scope: hooks that are on the model between two lines of a program, for the thread or task that opened it.
 
-Everything is resolved and checked before the model is touched; everything put on it is taken off in
-one ExitStack, whatever happens in between; and at the end a hook that never ran is an error.
+Everything is resolved and checked before the model is touched; everything put on it is taken off
+again, whatever happens in between; and at the end a hook that never ran is an error.
 """
 
 from __future__ import annotations
@@ -12,61 +12,47 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import GradientEdge
 
-from interpose.engine.editing import Editing, TorchEditing
+from interpose.engine.editing import Editing, Skipping, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import FrameEnd, FrameStart, GiveBack, Listener, guard_output
 from interpose.engine.watching import Watching, grad_receiver
 from interpose.errors import NeverFired
-from interpose.sites.tree import Site
-from interpose.taps import bypass, context, eager, tap
+from interpose.taps import context, eager
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
 
 
 class Binding:
-    """One hook (or cache) and the listeners that serve it, one or two per site."""
+    """One hook (or cache) in one direction, and the listeners that serve it at its sites."""
 
     def __init__(self, hook: Hook, direction: str) -> None:
         self.hook = hook
         self.direction = direction
         self.listeners: list[Listener] = []
-        self.skippers: list[tuple[Site, bypass.Skipper]] = []
-        self.asked: list[tuple[Site, bool]] = []
 
     @property
     def fired(self) -> int:
         """How often it ran, at all its sites together."""
-        return sum(x.fired for x in self.listeners) + sum(x.fired for _, x in self.skippers)
+        return sum(listener.fired for listener in self.listeners)
 
-    def silent(self) -> list[Listener | bypass.Skipper]:
+    def silent(self) -> list[Listener]:
         """What should have run and did not: each site named outright, or all of a pattern."""
         if not self.hook.enabled or not self.hook.must_fire(self.direction):
             return []
-        everyone: list[Listener | bypass.Skipper] = [
-            *self.listeners,
-            *(skipper for _, skipper in self.skippers),
-        ]
-        silent = [x for x in everyone if not x.fired and not isinstance(x, GiveBack)]
+        silent = [x for x in self.listeners if not x.fired and not isinstance(x, GiveBack)]
         named = [x for x in silent if x.outright]
         return named if named or self.fired else silent[:1]
 
     def install(self, *, first: bool = False) -> None:
         """Listen from now on."""
         for listener in reversed(self.listeners) if first else self.listeners:
-            tap.listen(listener.site.module, listener.phase, listener, first=first)
-        for site, skipper in self.skippers:
-            bypass.skip(site.module, skipper)
+            listener.install(first=first)
 
     def remove(self) -> None:
         """Undo `install`, also one that failed half way."""
         for listener in self.listeners:
-            tap.unlisten(listener)
-            listener.gone = True
-            if isinstance(listener, Watching):
-                listener.removed()
-        for site, skipper in self.skippers:
-            bypass.unskip(site.module, skipper)
+            listener.remove()
 
 
 def bind(
@@ -82,33 +68,25 @@ def bind(
     bindings = []
     for direction in hook.directions():
         binding = Binding(hook, direction)
-        binding.asked = sites
         for site, outright in sites:
-            about: dict[str, Any] = {
-                "model": model,
-                "site": site,
-                "scope": scope,
-                "outright": outright,
-            }
+            about: dict[str, Any] = {"model": model, "site": site, "scope": scope}
+            about["outright"] = outright
+            listener: Listener
             if isinstance(hook, skip):
-                binding.skippers.append(
-                    (site, bypass.Skipper(scope=scope, hook=hook, outright=outright))
-                )
-                continue
-            if direction == "bwd":
-                binding.listeners.append(
-                    Watching(
-                        **about,
-                        hook=hook,
-                        receive=grad_receiver(hook),
-                        reads_last=False,
-                        outlives_scope=outlives_scope,
-                    )
+                listener = Skipping(**about, hook=hook)
+            elif direction == "bwd":
+                listener = Watching(
+                    **about,
+                    hook=hook,
+                    receive=grad_receiver(hook),
+                    reads_last=False,
+                    outlives_scope=outlives_scope,
                 )
             else:
                 kind = TorchEditing if isinstance(hook, TorchHook) else Editing
-                binding.listeners.append(kind(**about, hook=hook, check_finite=check_finite))
-            if tap.is_before(binding.listeners[-1].phase):
+                listener = kind(**about, hook=hook, check_finite=check_finite)
+            binding.listeners.append(listener)
+            if listener.replaces_arguments:
                 binding.listeners.append(GiveBack(**about))
         bindings.append(binding)
     return bindings
@@ -210,15 +188,9 @@ class Scope:
                         continue  # its backward pass is still to come
                 raise NeverFired(self._why(binding, silent))
 
-    def _why(self, binding: Binding, silent: Listener | bypass.Skipper) -> str:
-        if isinstance(silent, bypass.Skipper):
-            site = next(site for site, skipper in binding.skippers if skipper is silent)
-        else:
-            site = silent.site
+    def _why(self, binding: Binding, silent: Listener) -> str:
+        site, missed, calls = silent.site, silent.missed, silent.most_calls
         what = f"{binding.hook.label} at {site.name!r} never fired"
-        missed = calls = 0
-        if isinstance(silent, Listener):
-            missed, calls = silent.missed, silent.most_calls
         kind = type(site.module).__name__
         if missed:
             return (

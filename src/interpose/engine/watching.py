@@ -93,8 +93,9 @@ class Watching(Listener):
         call.shared[(Watching, leaf, "shown")] = shown
         return shown
 
-    def removed(self) -> None:
-        """Leave the graphs that outlast the scope: through their hooks they would keep the model alive."""
+    def remove(self) -> None:
+        """Leave the graphs that outlast the scope too: through their hooks they keep the model alive."""
+        super().remove()
         if not self.outlives_scope:
             for group in self.groups:
                 group.members = [member for member in group.members if member[0] is not self]

@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
-from interpose.taps import tap, values
+from interpose.taps import tap
 from interpose.taps.context import current
 
 
-class Skipper:
-    """One wish to skip a module."""
+class Skipper(Protocol):
+    """A wish to skip a module."""
 
-    def __init__(self, *, scope: object | None, hook: Any, outright: bool) -> None:
-        self.scope = scope
-        self.hook = hook
-        self.outright = outright
-        self.fired = 0
+    scope: object | None
+
+    def wants_to_skip(self) -> bool:
+        """Whether it means it now."""
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns instead; tensors are copied, since the model may change them in place."""
-        self.fired += 1
-        replacement = self.hook.replacement
-        if callable(replacement) and not isinstance(replacement, Tensor):
-            return replacement(*args, **kwargs)
-        return values.mapped(replacement, Tensor.clone)
+        """What the module returns instead."""
 
 
 class Bypass:
@@ -58,7 +52,7 @@ class Bypass:
             inside = (
                 not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
             )
-            if inside and skipper.hook.enabled:
+            if inside and skipper.wants_to_skip():
                 return skipper.output(args, kwargs)
         return self.original(*args, **kwargs)
 

@@ -30,11 +30,6 @@ BEFORE_EDIT, BEFORE_READ, AFTER_EDIT, AFTER_READ = range(4)
 """The phases of a module call, in order; the values of the first two are its arguments, of the others its output."""
 
 
-def is_before(phase: int) -> bool:
-    """Whether a phase comes before the module's forward."""
-    return phase < AFTER_EDIT
-
-
 Lent = tuple[Tensor, Tensor, int, str]
 """An argument, what took its place, the version of that, and the site if its gradient is watched."""
 
