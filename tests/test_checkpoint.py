@@ -198,6 +198,6 @@ def test_noise_is_the_same_when_repeated(reentrant: bool) -> None:
     for seed in (None, 5):
         net, plain, x = twins(reentrant)
         torch.manual_seed(3)
-        found = gradients(net, x, hooks=[ip.noise("inner", std=1.0, seed=seed)])
+        found = gradients(net, x, hooks=[ip.noise("inner", 1.0, seed=seed)])
         torch.manual_seed(3)
-        assert all_equal(found, gradients(plain, x, hooks=[ip.noise("inner", std=1.0, seed=seed)]))
+        assert all_equal(found, gradients(plain, x, hooks=[ip.noise("inner", 1.0, seed=seed)]))

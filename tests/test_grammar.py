@@ -509,7 +509,7 @@ def told(error_type, call):
             "embed.weight",
             "no site 'embed.weight' in Net.\n"
             "  'weight' is a parameter of 'embed'; sites are what modules take and return.\n"
-            "  read it as model.embed.weight   (list them: model.sites)",
+            "  read it: model.get_parameter('embed.weight')   (list them: model.sites)",
             id="parameter",
         ),
     ],

@@ -368,11 +368,11 @@ def test_hooks_that_are_none_are_refused(net: nn.Sequential, x: Tensor) -> None:
     [
         (ip.zero("0"), lambda v: v * 0),
         (ip.zero("0", at=(slice(None), 1)), lambda v: v * torch.tensor([1.0, 0, 1, 1])),
-        (ip.fill("0", value=2.0), lambda v: torch.full_like(v, 2)),
-        (ip.fill("0", value=torch.arange(4.0)), lambda v: torch.arange(4.0).expand_as(v)),
-        (ip.add("0", value=torch.ones(4, dtype=torch.float64)), lambda v: v + 1),
-        (ip.scale("0", by=-0.5), lambda v: v * -0.5),
-        (ip.scale("0", at=(..., slice(0, 2)), by=3), lambda v: v * torch.tensor([3.0, 3, 1, 1])),
+        (ip.fill("0", 2.0), lambda v: torch.full_like(v, 2)),
+        (ip.fill("0", torch.arange(4.0)), lambda v: torch.arange(4.0).expand_as(v)),
+        (ip.add("0", torch.ones(4, dtype=torch.float64)), lambda v: v + 1),
+        (ip.scale("0", -0.5), lambda v: v * -0.5),
+        (ip.scale("0", 3, at=(..., slice(0, 2))), lambda v: v * torch.tensor([3.0, 3, 1, 1])),
     ],
     ids=["zero", "zero_at", "fill", "fill_tensor", "add", "scale", "scale_at"],
 )
@@ -388,7 +388,7 @@ def test_seeded_noise_repeats_and_differs_by_site(net: nn.Sequential, x: Tensor)
     def noise_at(site: str, seed: int | None) -> Tensor:
         _, clean = model.run_with_cache(x, names_filter=site)
         _, noisy = model.run_with_cache(
-            x, names_filter=site, hooks=[ip.noise(site, std=2.0, seed=seed)]
+            x, names_filter=site, hooks=[ip.noise(site, 2.0, seed=seed)]
         )
         return noisy[site] - clean[site]
 

@@ -27,7 +27,7 @@ import interpose as ip
 from interpose.engine import editing as engine_editing
 from interpose.engine import listeners as engine_listeners
 from interpose.engine import scope as engine_scope
-from interpose.taps import context, eager, tap
+from interpose.taps import context, eager
 
 PROGRAMS = 4_000
 
@@ -1471,16 +1471,16 @@ def ignore_in_place_changes(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_hooks_in_reverse_order(patch: pytest.MonkeyPatch) -> None:
-    listen = tap.listen
+    listen = engine_listeners.listen
 
     def reversed_listen(module, phase, listener, *, first=False):
         listen(module, phase, listener, first=not first)
 
-    patch.setattr(tap, "listen", reversed_listen)
+    patch.setattr(engine_listeners, "listen", reversed_listen)
 
 
 def read_before_edits(patch: pytest.MonkeyPatch) -> None:
-    listen = tap.listen
+    listen = engine_listeners.listen
 
     def early_listen(module, phase, listener, *, first=False):
         early = isinstance(listener, engine_listeners.Capturing)
@@ -1488,7 +1488,7 @@ def read_before_edits(patch: pytest.MonkeyPatch) -> None:
             listener.phase = phase = phase - 1
         listen(module, phase, listener, first=first or early)
 
-    patch.setattr(tap, "listen", early_listen)
+    patch.setattr(engine_listeners, "listen", early_listen)
 
 
 def leave_hooks_on_after_an_error(patch: pytest.MonkeyPatch) -> None:

@@ -1248,9 +1248,9 @@ def test_trap_26_forward_passes_of_other_threads(x):
 def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
     module = Net()
     with pytest.raises(ip.Unsupported, match=r"(?s)nn.DataParallel .*data_parallel.module"):
-        ip.wrap(nn.DataParallel(module))
+        ip.wrap(nn.DataParallel(module, device_ids=[]))
     with pytest.raises(ip.Unsupported, match=r"nn.DataParallel"):
-        ip.wrap(nn.Sequential(nn.DataParallel(module)))
+        ip.wrap(nn.Sequential(nn.DataParallel(module, device_ids=[])))
     replica = module._replicate_for_data_parallel()
     assert replica._forward_hooks is not None
     raw = []

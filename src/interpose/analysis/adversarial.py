@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from interpose.engine.hooks import Controller
-from interpose.engine.model import Model
+from interpose.engine.model import Model, as_model
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError
 from interpose.sites.tree import Filter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class shift(Controller):
     """Add a tensor to the value at a site. It has the value's own shape; nothing is broadcast.
 
@@ -38,7 +38,7 @@ class shift(Controller):
 
 
 def adversarial(
-    model: Model,
+    model: Model | nn.Module,
     *inputs: Any,
     site: str,
     loss: Callable[[Any], Tensor],
@@ -64,5 +64,5 @@ def adversarial(
         step: how far each element moves; negative makes the loss smaller.
         **kwargs: what the model takes by name.
     """
-    _, cache = model.run_with_cache(*inputs, names_filter=site, incl_bwd=loss, **kwargs)
+    _, cache = as_model(model).run_with_cache(*inputs, names_filter=site, incl_bwd=loss, **kwargs)
     return shift(site, step * cache.grad[site].sign())

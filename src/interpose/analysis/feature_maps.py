@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from interpose.engine.model import Model
+from interpose.engine.model import Model, as_model
 from interpose.errors import SiteNotFound
 from interpose.render import colours, png
 from interpose.render.html import Markup, image, page, write
@@ -115,7 +115,7 @@ class FeatureMaps:
 
 
 def feature_maps(
-    model: Model,
+    model: Model | nn.Module,
     inputs: Any,
     sites: Filter,
     *,
@@ -143,7 +143,7 @@ def feature_maps(
         return value[[example]] if value.ndim == 4 else value
 
     with torch.no_grad():
-        _, cache = model.run_with_cache(*args, names_filter=sites, keep=cut, **kwargs)
+        _, cache = as_model(model).run_with_cache(*args, names_filter=sites, keep=cut, **kwargs)
     flat = {name: tuple(value.shape) for name, value in cache.items() if value.ndim != 4}
     if flat:
         raise ValueError(_not_maps(flat, [name for name in cache if name not in flat]))

@@ -15,7 +15,7 @@ from interpose.engine.points import HookPoint
 from interpose.sites.tree import Filter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class clip_grad(Controller):
     """Shorten the gradient at a site to at most this L2 norm, over the whole tensor.
 
@@ -42,7 +42,7 @@ class clip_grad(Controller):
         return grad * torch.clamp(self.max_norm / norm, max=1.0).to(grad.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class scale_grad(Controller):
     """Multiply the gradient at a site: 0 freezes what comes before it, -1 reverses it.
 
@@ -62,7 +62,7 @@ class scale_grad(Controller):
         return grad * self.factor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class noise_grad(Controller):
     """Add normal noise to the gradient at a site.
 

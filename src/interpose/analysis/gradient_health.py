@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from interpose.analysis.result import TableResult, number
-from interpose.engine.model import Model
+from interpose.engine.model import Model, as_model
 from interpose.errors import GradientError
 from interpose.render.html import bar
 from interpose.sites.tree import Filter
@@ -98,7 +98,7 @@ class GradientHealth(TableResult):
 
 
 def gradient_health(
-    model: Model,
+    model: Model | nn.Module,
     *inputs: Any,
     loss: Callable[[Any], Tensor],
     sites: Filter = None,
@@ -120,7 +120,7 @@ def gradient_health(
         exploding: flag a site whose gradient is above this times the one at the last site.
         **kwargs: what the model takes by name.
     """
-    _, cache = model.run_with_cache(
+    _, cache = as_model(model).run_with_cache(
         *inputs, names_filter=sites, incl_bwd=loss, keep=_size_and_axes, **kwargs
     )
     sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
@@ -128,8 +128,8 @@ def gradient_health(
     received = [name for name in sizes if name in gradients]
     if not received:
         raise GradientError(
-            f"no gradient reached any of the {len(sizes)} sites. "
-            "The loss must depend on the model's output, and gradients must be on."
+            f"no gradient reached any of the {len(sizes)} sites. The loss must depend on the "
+            "model's output, and gradients must be on."
         )
     # A single number, such as a loss that the model returns itself, is no layer to compare with.
     arrays = [name for name in received if sizes[name][1]]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from interpose.analysis.dataset import Forward, run_batches
 from interpose.analysis.result import TableResult, number
 from interpose.engine.hooks import Detector
-from interpose.engine.model import Model
+from interpose.engine.model import Model, as_model
 from interpose.engine.points import HookPoint
 from interpose.errors import SiteNotFound
 from interpose.sites.tree import Filter
@@ -161,10 +161,11 @@ class Statistics(Detector):
 
     Args:
         sites: where; None for the output of every module.
-        unit_axis: the axis that counts the units: the last, or 1 for the channels of convolutions.
+        unit_axis: the axis that counts the units; by default 1 for images (four or five axes: their
+            channels), else the last.
     """
 
-    def __init__(self, sites: Filter = None, *, unit_axis: int = -1) -> None:
+    def __init__(self, sites: Filter = None, *, unit_axis: int | None = None) -> None:
         super().__init__(sites, copies=False)
         self.unit_axis = unit_axis
         self._summaries: dict[str, _Summary] = {}
@@ -181,20 +182,23 @@ class Statistics(Detector):
             raise TypeError(f"statistics are of real numbers; {name!r} is {value.dtype}.")
         if value.ndim == 0:
             return value.reshape(1, 1)
-        if not -value.ndim <= self.unit_axis < value.ndim:
+        axis = self.unit_axis
+        if axis is None:
+            axis = 1 if value.ndim in (4, 5) else -1
+        if not -value.ndim <= axis < value.ndim:
             raise ValueError(
-                f"unit_axis={self.unit_axis} is not an axis of {name!r}, whose shape is "
+                f"unit_axis={axis} is not an axis of {name!r}, whose shape is "
                 f"{tuple(value.shape)}. Choose another unit_axis, or other sites."
             )
         value = value.cpu() if value.device.type == "mps" else value  # mps has no float64
-        return value.movedim(self.unit_axis, -1).reshape(-1, value.shape[self.unit_axis])
+        return value.movedim(axis, -1).reshape(-1, value.shape[axis])
 
     def _add(self, name: str, more: _Summary) -> None:
         known = self._summaries.get(name)
         if known is not None and known.mean.shape != more.mean.shape:
             raise ValueError(
-                f"{name!r} had {known.mean.numel()} units along unit_axis={self.unit_axis} and now "
-                f"has {more.mean.numel()}. Choose the axis whose length stays the same."
+                f"{name!r} had {known.mean.numel()} units and now has {more.mean.numel()}. Choose the "
+                "unit_axis whose length stays the same."
             )
         self._summaries[name] = more if known is None else known.join(more.to(known.mean.device))
 
@@ -223,13 +227,13 @@ def _finished(site: str, sums: _Summary) -> SiteStatistics:
 
 
 def activation_statistics(
-    model: Model,
+    model: Model | nn.Module,
     loader: Iterable[Any],
     sites: Filter = None,
     *,
     forward: Forward | None = None,
     progress: bool = True,
-    unit_axis: int = -1,
+    unit_axis: int | None = None,
 ) -> ActivationStatistics:
     """Statistics of every unit over a dataset, without gradients and in evaluation mode.
 
@@ -246,5 +250,5 @@ def activation_statistics(
         unit_axis: as in `Statistics`.
     """
     statistics = Statistics(sites, unit_axis=unit_axis)
-    run_batches(model, loader, [statistics], forward=forward, progress=progress)
+    run_batches(as_model(model), loader, [statistics], forward=forward, progress=progress)
     return statistics.result()

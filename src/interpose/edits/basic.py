@@ -9,7 +9,7 @@ activation checkpointing may repeat it.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,21 +27,12 @@ class Edit(Controller):
     """A controller that is plain data: what it does is its fields."""
 
     sites: Filter
-    at: Any = ...
+    at: Any = field(default=..., kw_only=True)
 
     @property
     def label(self) -> str:
         """What errors call it: itself."""
         return repr(self)
-
-    def __repr__(self) -> str:
-        said = [repr(self.sites)]
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is not field.default:
-                shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                said.append(f"{field.name}={shown}")
-        return f"{type(self).__name__}({', '.join(said)})"
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:
         """What takes the place of the selected part."""
@@ -59,7 +50,11 @@ class Edit(Controller):
 
 
 def _like(what: Value, part: Tensor) -> Value:
-    return what.to(device=part.device, dtype=part.dtype) if isinstance(what, Tensor) else what
+    if isinstance(what, Tensor):
+        return what.to(device=part.device, dtype=part.dtype)
+    if not isinstance(what, (int, float, complex)):
+        raise TypeError(f"an edit takes a number or a tensor; got {type(what).__name__}.")
+    return what
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,9 +68,9 @@ class zero(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class fill(Edit):
-    """Set values to a number, or to a tensor that broadcasts to them: ``ip.fill("fc1", value=mean)``."""
+    """Set values to a number, or to a tensor that broadcasts to them: ``ip.fill("fc1", mean)``."""
 
-    value: Value = 0.0
+    value: Value
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
         """The given value."""
@@ -84,9 +79,9 @@ class fill(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class add(Edit):
-    """Add a number or a tensor: ``ip.add("fc1", value=direction)``."""
+    """Add a number or a tensor: ``ip.add("fc1", direction)``."""
 
-    value: Value = 0.0
+    value: Value
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
         """The sum."""
@@ -95,9 +90,9 @@ class add(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class scale(Edit):
-    """Multiply by a number or a tensor: ``ip.scale("fc1", by=0.5)``."""
+    """Multiply by a number or a tensor: ``ip.scale("fc1", 0.5)``."""
 
-    by: Value = 1.0
+    by: Value
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
         """The product."""
@@ -106,14 +101,14 @@ class scale(Edit):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class noise(Edit):
-    """Add Gaussian noise: ``ip.noise("fc1", std=0.1, seed=0)``.
+    """Add Gaussian noise: ``ip.noise("fc1", 0.1, seed=0)``.
 
     With a seed, each site gets noise of its own, the same in every run. Without one it is drawn
     from torch's random state.
     """
 
-    std: float = 1.0
-    seed: int | None = None
+    std: float
+    seed: int | None = field(default=None, kw_only=True)
 
     def new(self, part: Tensor, hook: HookPoint) -> Value:
         """The value plus noise."""

@@ -93,9 +93,13 @@ class Cache(Mapping[str, Tensor]):
         if several:
             shown = ", ".join(map(repr, several[:6])) + (", ..." if len(several) > 6 else "")
             return AmbiguousSite(
-                f"{name!r} was called {len(several)} times; say which call: {shown}, "
-                f"or take them all with cache.calls({name!r})."
+                f"{name!r} was called {len(several)} times; say which call: {shown}, or take them "
+                f"all with cache.calls({name!r})."
             )
+        inside = [key for key in self._values if key.startswith((f"{name}.output", f"{name}["))]
+        if inside:
+            choices = ", ".join(map(repr, inside[:6])) + (", ..." if len(inside) > 6 else "")
+            return AmbiguousSite(f"{name!r} holds several tensors; say which one: {choices}.")
         shown = ", ".join(map(repr, list(self._values)[:8]))
         shown += f", ... ({len(self)} in all)" if len(self) > 8 else ""
         hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
@@ -169,7 +173,10 @@ class Cache(Mapping[str, Tensor]):
 
     def _headline(self) -> str:
         devices = sorted({str(tensor.device) for tensor in self._values.values()})
-        return f"Cache of {len(self)} values, {human_bytes(self.nbytes)} on {', '.join(devices) or 'no device'}"
+        count = "1 value" if len(self) == 1 else f"{len(self)} values"
+        return (
+            f"Cache of {count}, {human_bytes(self.nbytes)} on {', '.join(devices) or 'no device'}"
+        )
 
     def __repr__(self) -> str:
         return table(("site", "shape", "dtype", "size"), self._rows(), title=self._headline())

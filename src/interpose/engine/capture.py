@@ -57,8 +57,7 @@ class Cut:
             if part.ndim != 3:
                 raise ValueError(
                     f"pos_slice needs values of shape [batch, pos, features]; {name!r} is "
-                    f"{tuple(part.shape)}. "
-                    "Say which axis with keep={axis: index}."
+                    f"{tuple(part.shape)}. Say which axis with keep={{axis: index}}."
                 )
             whole = self.pos_slice
             part = _pick(part, 1, [whole] if isinstance(whole, int) else whole)
@@ -205,8 +204,10 @@ class CaptureRun(Scope):
         try:
             with self:
                 output = self.forward(call)
-                if backward is not False:
-                    self._backward(output if backward is True else backward(output))
+                if backward is True:
+                    self._backward(output, "the model")
+                elif backward is not False:
+                    self._backward(backward(output), "incl_bwd")
         except Stop as stop:
             if stop.run is not self:
                 raise
@@ -217,16 +218,17 @@ class CaptureRun(Scope):
         self.bindings.clear()  # they point back here, and only the garbage collector could free what was kept
         return output
 
-    def _backward(self, loss: Any) -> None:
+    def _backward(self, loss: Any, whose: str) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = (
                 f"a tensor of shape {tuple(loss.shape)}"
                 if isinstance(loss, Tensor)
                 else f"a {type(loss).__name__}"
             )
+            example = "out.loss" if hasattr(loss, "loss") else "out.sum()"
             raise GradientError(
-                f"gradients need one number to start from; the model returned {what}. "
-                "Pass a function that makes a loss of the output: incl_bwd=lambda out: out.sum()"
+                f"gradients need one number to start from; {whose} returned {what}. Pass a "
+                f"function that makes a loss of the output: incl_bwd=lambda out: {example}"
             )
         if self.targets and loss.requires_grad:
             # To these tensors only: the parameters' own .grad stay as they are, and nothing is
@@ -275,7 +277,10 @@ def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:
             if site.canonical != one.name:
                 found.setdefault(site.canonical, one.name)
             continue
-        tails = {tail, Tail(tail.call, tail.port, one.leaf)}
+        # The bare name of a site means its only tensor; where there are several it means none.
+        tails = {Tail(tail.call, tail.port, one.leaf)} | (
+            {tail} if one.name == site.name else set()
+        )
         names = {tree.spell(path, t) for path in (site.path, *others) for t in tails}
         for name in (names | {site.element(one.leaf)}) - {one.name}:
             found.setdefault(name, one.name)

@@ -12,6 +12,7 @@ from interpose.engine.hooks import Detector, Hook, TorchHook, skip
 from interpose.engine.listeners import Listener, brief, guard
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, NonFinite
+from interpose.sites.grammar import spell
 from interpose.taps import bypass, values
 from interpose.taps.context import frame_of, stand_down, stand_up, under_checkpoint
 from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call
@@ -82,10 +83,19 @@ class Skipping(Listener):
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The replacement; tensors are copied, since the model may change them in place."""
         self.fired += 1
-        replacement = self.hook.replacement
-        if callable(replacement) and not isinstance(replacement, Tensor):
-            return replacement(*args, **kwargs)
-        return values.mapped(replacement, Tensor.clone)
+        made = self.hook.replacement
+        if callable(made) and not isinstance(made, Tensor):
+            point = HookPoint(self.model, self.site.name, self.site.canonical, self.site.module)
+            function = made
+            made = call_hook(self.hook, lambda _: function(*args, **kwargs), point)
+        places = [place for place in self.model._seen if place[:2] == (self.site.path, "output")]
+        if isinstance(made, Tensor) and places and () not in [leaf for _, _, leaf in places]:
+            there = ", ".join(spell(leaf) for _, _, leaf in places)
+            raise EditShapeError(
+                f"{self.hook.label} at {self.site.name!r} gives a tensor; the module returns a "
+                f"container with tensors at {there}. Give the same container."
+            )
+        return values.mapped(made, Tensor.clone)
 
 
 class TorchEditing(Editing):
@@ -142,9 +152,8 @@ class TorchEditing(Editing):
         found = dict(values.leaves(returned))
         if type(returned) is not type(call.value) or found.keys() != originals.keys():
             raise EditShapeError(
-                f"{self.hook.label} at {self.site.name!r} returned {brief(returned)}; "
-                f"the module gives {brief(call.value)}. Return the same container with the same "
-                "tensors in it."
+                f"{self.hook.label} at {self.site.name!r} returned {brief(returned)}; the module "
+                f"gives {brief(call.value)}. Return the same container with the same tensors in it."
             )
         return found
 
@@ -156,8 +165,8 @@ def look(hook: Detector, function: Callable[..., Any], value: Tensor, point: Hoo
     call_hook(hook, function, shown, point)
     if _mark(shown) != mark:
         raise TypeError(
-            f"{hook.label} is a Detector and wrote to the value at {point.name!r}. "
-            "Detectors change nothing; use a Controller to change a value."
+            f"{hook.label} is a Detector and wrote to the value at {point.name!r}. Detectors "
+            "change nothing; use a Controller to change a value."
         )
 
 

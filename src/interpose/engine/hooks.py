@@ -6,6 +6,7 @@ is enabled, how to call it with a value or a gradient, and what errors call it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -61,6 +62,15 @@ class Hook:
     def label(self) -> str:
         """What errors call it."""
         return f"hook {self.id!r}"
+
+    def __repr__(self) -> str:
+        said = [repr(vars(self).get("sites"))]
+        for option in dataclasses.fields(self)[1:] if dataclasses.is_dataclass(self) else ():
+            value = getattr(self, option.name)
+            if value is not option.default:
+                shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                said.append(shown if not option.kw_only else f"{option.name}={shown}")
+        return f"{type(self).__name__}({', '.join(said)})"
 
     def directions(self) -> tuple[str, ...]:
         """Which of ``fwd`` and ``bwd`` it takes part in."""
@@ -240,12 +250,17 @@ class skip(Hook):
     Args:
         sites: the module or modules to skip.
         replacement: what it returns: a tensor (or the container the module returns), or a
-            function of its arguments.
+            function that is called with all its arguments.
     """
 
     def __init__(self, sites: Filter, replacement: Any) -> None:
         super().__init__(sites)
         self.replacement = replacement
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return repr(self)
 
     def directions(self) -> tuple[str, ...]:
         """Forward only."""
@@ -295,6 +310,12 @@ def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
         return lambda value, hook: function(value, hook=hook)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
+    if len(required) > 2:
+        names = ", ".join(p.name for p in required)
+        raise TypeError(
+            f"{_label_of(function)} takes ({names}); a hook function takes (value, hook). "
+            "If it is a PyTorch hook, wrap it: ip.torch_hook(fn)."
+        )
     if len(required) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function
     return lambda value, hook: function(value)  # noqa: ARG005
@@ -316,6 +337,5 @@ def _no_return(hook: Hook, returned: object, point: HookPoint) -> None:
     if returned is not None:
         raise TypeError(
             f"{hook.label} is a Detector and returned a {type(returned).__name__} at "
-            f"{point.name!r}. "
-            "Detectors change nothing; use a Controller to change a value."
+            f"{point.name!r}. Detectors change nothing; use a Controller to change a value."
         )

@@ -220,9 +220,8 @@ def guard(tensor: Tensor, fragile: list[Any]) -> None:
         if gone:
             raise GradientError(
                 f"{gone[0].hook.label} edited {gone[0].site.name!r} under activation "
-                "checkpointing, and its scope ended "
-                "before this backward pass, which would recompute the model without the edit. "
-                "Call backward() inside the with block."
+                "checkpointing, and its scope ended before this backward pass, which would "
+                "recompute the model without the edit. Call backward() inside the with block."
             )
 
     tensor.register_hook(check)

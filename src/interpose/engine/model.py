@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +39,11 @@ def wrap(module: nn.Module) -> Model:
     return Model(module)
 
 
+def as_model(model: Model | nn.Module) -> Model:
+    """A model, wrapped if it is not yet."""
+    return model if isinstance(model, Model) else Model(model)
+
+
 class Model:
     """A module, and everything one can do with it by name.
 
@@ -54,14 +62,13 @@ class Model:
         if isinstance(module, torch.jit.ScriptModule):
             raise Unsupported(
                 f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
-                "hook can see it. "
-                "Wrap the module before torch.jit.script or trace."
+                "hook can see it. Wrap the module before torch.jit.script or trace."
             )
         if any(isinstance(part, nn.DataParallel) for part in module.modules()):
             raise Unsupported(
                 "nn.DataParallel runs copies of the module in threads of its own, where hooks do "
-                "not reach. "
-                "Wrap the module inside it (data_parallel.module), or use DistributedDataParallel."
+                "not reach. Wrap the module inside it (data_parallel.module), or use "
+                "DistributedDataParallel."
             )
         self.module = module
         self.tree = ModuleTree(module)
@@ -82,29 +89,24 @@ class Model:
         if name == "module":  # not set yet: being copied or unpickled
             raise AttributeError(name)
         try:
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
         except AttributeError:
             raise AttributeError(
                 f"neither Model nor {type(self.module).__name__} has {name!r}"
             ) from None
+        if not inspect.ismethod(found) or not hasattr(nn.Module, name):
+            return found
+
+        @functools.wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            # half(), cuda(), requires_grad_() return the module: here they return the model.
+            result = found(*args, **kwargs)
+            return self if result is self.module else result
+
+        return method
 
     def __reduce__(self) -> tuple[type[Model], tuple[nn.Module]]:
         return type(self), (self.module,)
-
-    def to(self, *args: Any, **kwargs: Any) -> Model:
-        """Move or cast the module; returns this model."""
-        self.module.to(*args, **kwargs)
-        return self
-
-    def eval(self) -> Model:
-        """Put the module in evaluation mode; returns this model."""
-        self.module.eval()
-        return self
-
-    def train(self, mode: bool = True) -> Model:
-        """Put the module in training mode; returns this model."""
-        self.module.train(mode)
-        return self
 
     @property
     def device(self) -> torch.device:
@@ -167,6 +169,7 @@ class Model:
         **kwargs: Any,
     ) -> Any:
         """Run the model once with hooks and return its output. Backward hooks fire in any later backward pass of it."""
+        self._beware_of_typos(kwargs, ("fwd_hooks", "bwd_hooks", "hooks", "check_finite"))
         everything = _all_hooks(hooks, fwd_hooks, bwd_hooks)
         with Scope(self, everything, check_finite=check_finite, single_run=True) as scope:
             return scope.forward(lambda: self(*args, **kwargs))
@@ -211,6 +214,7 @@ class Model:
             check_finite: as in `hooks`.
             **kwargs: what the model takes.
         """
+        self._beware_of_typos(kwargs, _RUN_WITH_CACHE)
         if stop and incl_bwd:
             raise ValueError("gradients need the whole run: use stop=True or incl_bwd, not both.")
         cut = Cut(
@@ -232,6 +236,13 @@ class Model:
         )
         output = run.run(lambda: self(*args, **kwargs), incl_bwd)
         return (None if stop else output), run.cache()
+
+    def _beware_of_typos(self, kwargs: Mapping[str, Any], ours: Sequence[str]) -> None:
+        """Refuse a misspelt argument of ours, which a forward with ``**kwargs`` would swallow."""
+        for name in kwargs:
+            near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
+            if near and name not in inspect.signature(self.root.forward).parameters:
+                raise TypeError(f"no argument {name!r}; did you mean {near[0]!r}?")
 
     # Hooks that belong to the model: for all threads, until removed.
 
@@ -329,6 +340,11 @@ class Model:
         level: int | None = None,
     ) -> None:
         """Remove hooks, and by default empty the scratch space of all sites."""
+        if not isinstance(clear_contexts, bool):
+            raise TypeError(
+                f"reset_hooks takes no names; got {clear_contexts!r}. To remove the hooks of one "
+                "site: model.hook_dict[name].remove_hooks(dir='both')"
+            )
         if clear_contexts:
             self.clear_contexts()
         self.remove_all_hook_fns(direction, including_permanent, level)
@@ -390,19 +406,33 @@ class HookDict(Mapping[str, HookPoint]):
         return sum(1 for _ in self)
 
 
-def _all_hooks(
-    hooks: Iterable[HookItem],
-    fwd_hooks: Iterable[tuple[Any, Any]],
-    bwd_hooks: Iterable[tuple[Any, Any]],
-) -> Sequence[Hook]:
-    found = [as_hook(item) for item in hooks]
-    found += [as_hook(item) for item in fwd_hooks]
-    for item in bwd_hooks:
+def _all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> Sequence[Hook]:
+    found = [as_hook(item) for item in (*_items(hooks), *_items(fwd_hooks))]
+    for item in _items(bwd_hooks):
         hook = as_hook(item, "bwd")
         if not isinstance(hook, FunctionHook):
             raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}")
         found.append(hook)
     return found
+
+
+def _items(given: Any) -> Iterable[Any]:
+    """The hooks in a list, in a mapping from sites, or a single one that is not in a list."""
+    if isinstance(given, Mapping):
+        return given.items()
+    one_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[1])
+    if isinstance(given, Hook) or (one_pair and not isinstance(given[0], (tuple, Hook))):
+        return [given]
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return given
+    raise TypeError(f"hooks come in a list, such as [('fc1', fn)]; got {given!r}")
+
+
+_RUN_WITH_CACHE = [
+    parameter.name
+    for parameter in inspect.signature(Model.run_with_cache).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
 
 
 def _direction(text: str) -> str:

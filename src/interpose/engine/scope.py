@@ -196,15 +196,16 @@ class Scope:
             return (
                 f"{what}: {kind} was called {missed} times, but outside this scope (in another "
                 "thread?).\n"
-                "  Threads start with no scope: run ip.in_scope(function) in the thread instead of "
-                "function."
+                "  Threads start with no scope: run ip.in_scope(function) in the thread instead "
+                "of function."
             )
         if not self.forwards and not calls:
             return f"{what}: the model was not called inside the with block."
         if isinstance(silent, Watching) and calls:
             return self._why_no_gradient(what, silent)
         if site.tail.call is not None and calls:
-            return f"{what}: {kind} was called {calls} times: its calls are #0 to #{calls - 1}."
+            there = "once: #0" if calls == 1 else f"{calls} times: #0 to #{calls - 1}"
+            return f"{what}: {kind} was called {there}."
         return (
             f"{what}: {kind} was not called in {self.forwards} forward pass(es).\n"
             "  Its branch was not taken, or the model uses it without calling it "
@@ -217,7 +218,8 @@ class Scope:
             return f"{what}: gradients are off here (torch.no_grad or inference_mode). Run it with gradients on."
         if not silent.attached:
             return f"{what}: no floating point value passed there."
-        return (
-            f"{what}: its value was seen, but no gradient came back.\n"
+        return f"{what}: its value was seen, but no gradient came back.\n" + (
             "  Call backward() inside the with block, on something that depends on this site."
+            if not self.targets
+            else "  The loss does not depend on it."
         )

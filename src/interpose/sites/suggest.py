@@ -30,7 +30,7 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         hint = f"did you mean {path!r}?"
     elif segment in dict(module.named_parameters(recurse=False)):
         what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
-        hint = f"read it as model.{path}.{segment}".replace("..", ".")
+        hint = f"read it: model.get_parameter({name!r})"
     else:
         what = _inventory(tree, module, where, segment)
         near = guess(tree, name)
@@ -68,7 +68,9 @@ def guess(tree: ModuleTree, name: str) -> str | None:
         text = (f"{path}." if path else "") + near + mark + after
     if text != name and tree.leads_somewhere(text):
         return text
-    return _close(name, (path for path, _ in tree.modules() if path))
+    names = [path for path, _ in tree.modules() if path]
+    ending = [path for path in names if path.endswith(f".{name}")]
+    return ending[0] if ending else _close(name, names)
 
 
 def _close(text: str, choices: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module
 _FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Site:
     """A named place where a tensor flows: a module, its input or output, and an element of that.
 
@@ -36,7 +36,7 @@ class Site:
     stem: str
     path: str
     tail: Tail
-    module: nn.Module = field(repr=False)
+    module: nn.Module
     aliases: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
@@ -48,6 +48,12 @@ class Site:
         if leaf == self.tail.leaf and call == self.tail.call:
             return self.name
         return _spelled(self.stem, Tail(call, self.tail.port, leaf), self.module)
+
+    def __repr__(self) -> str:
+        known = (
+            "" if self.shape is None else f", {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        )
+        return f"Site({self.name!r}{known})"
 
     def __str__(self) -> str:
         return self.name
@@ -191,6 +197,12 @@ class ModuleTree:
             return [(self._output(path, module), False) for path, module in self.modules()]
         if isinstance(wanted, Site):
             return [(wanted, True)]
+        if isinstance(wanted, nn.Module):
+            inner = _unwrapped(wanted)
+            for path, module in self.modules():
+                if module is inner:
+                    return [(self._output(path, module), True)]
+            raise SiteNotFound(f"this {type(wanted).__name__} is no part of {self.label}.")
         if isinstance(wanted, str):
             if not is_glob(wanted) or self.walk(wanted)[2] == "":
                 return [(self.site(wanted), True)]
@@ -216,8 +228,7 @@ class ModuleTree:
             return list(found.values())
         raise TypeError(
             "a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list "
-            "of these; "
-            f"got {type(wanted).__name__}: {wanted!r}"
+            f"of these; got {type(wanted).__name__}: {wanted!r}"
         )
 
     def _output(self, path: str, module: nn.Module) -> Site:

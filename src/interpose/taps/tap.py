@@ -172,8 +172,7 @@ class Tap:
         if "_is_replica" in module.__dict__:
             raise Unsupported(
                 "hooks do not work inside nn.DataParallel, whose replicas run in threads of their "
-                "own. "
-                "Use DistributedDataParallel, or wrap the module before replicating it."
+                "own. Use DistributedDataParallel, or wrap the module before replicating it."
             )
         if self.before:
             return Call(module, named_arguments(module, args, rest[0]), None, again, root)
@@ -194,10 +193,8 @@ class Tap:
             if not {id(scope) for scope in (*innermost.around, innermost)}.issuperset(scopes):
                 raise GradientError(
                     "a checkpointed part of the model is recomputed in an autograd thread while "
-                    "several threads have "
-                    "hooks on it: whose call this is cannot be known. Let one thread train at a "
-                    "time, or turn "
-                    "activation checkpointing off."
+                    "several threads have hooks on it: whose call this is cannot be known. Let "
+                    "one thread train at a time, or turn activation checkpointing off."
                 )
         return True
 
@@ -209,10 +206,8 @@ def _recomputed_index(listener: Listener, module: nn.Module) -> int | None:
     if listener.call is not None:
         raise GradientError(
             f"{type(module).__name__} is called {listener.most_calls} times under activation "
-            "checkpointing; which call is "
-            f"being recomputed cannot be known, so call #{listener.call} cannot be hooked. Hook "
-            "all its calls, or turn "
-            "checkpointing off."
+            "checkpointing; which call is being recomputed cannot be known, so call "
+            f"#{listener.call} cannot be hooked. Hook all its calls, or turn checkpointing off."
         )
     return None
 
@@ -224,9 +219,9 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
     """Let a listener hear a module's calls."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unsupported(
-            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no hook "
-            "can see it. "
-            "Hook the module that calls it, or use the module before torch.jit.script or trace."
+            f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
+            "hook can see it. Hook the module that calls it, or use the module before "
+            "torch.jit.script or trace."
         )
     with _LOCK:
         hooks: Any = module._forward_pre_hooks if phase < AFTER_EDIT else module._forward_hooks

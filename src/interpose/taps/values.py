@@ -174,14 +174,12 @@ def check_supported(value: Tensor, name: str) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise Unsupported(
             f"{name!r} was reached inside torch.func (vmap, grad, jvp): its value has no meaning "
-            "outside. "
-            "Call the model directly on a batch instead."
+            "outside. Call the model directly on a batch instead."
         )
     if type(value) is not Tensor and hasattr(value, "full_tensor"):
         raise Unsupported(
             f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is "
-            "whole, "
-            "or run the model unsharded."
+            "whole, or run the model unsharded."
         )
 
 
@@ -198,8 +196,7 @@ def check_replacement(new: Any, value: Tensor, hook: Any, name: str) -> Tensor:
     if not isinstance(new, Tensor):
         raise EditShapeError(
             f"{there} returned a {type(new).__name__}; the value is a tensor of shape "
-            f"{tuple(value.shape)}. "
-            "Return a tensor, or None to leave the value as it is."
+            f"{tuple(value.shape)}. Return a tensor, or None to leave the value as it is."
         )
     if new.shape != value.shape:
         raise EditShapeError(
@@ -209,12 +206,11 @@ def check_replacement(new: Any, value: Tensor, hook: Any, name: str) -> Tensor:
     if _kind(new) != _kind(value):
         raise EditShapeError(
             f"{there} returned {new.dtype}; the model needs {value.dtype}, and {_kind(new)} does "
-            "not stand "
-            f"for {_kind(value)}. Convert it with .to({value.dtype})."
+            f"not stand for {_kind(value)}. Convert it with .to({value.dtype})."
         )
     raise EditShapeError(
-        f"{there} returned a tensor on {new.device}; the value is on {value.device}. "
-        "Move it with .to(value.device)."
+        f"{there} returned a tensor on {new.device}; the value is on {value.device}. Move it with "
+        ".to(value.device)."
     )
 
 
