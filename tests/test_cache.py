@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -269,3 +270,70 @@ def test_a_stop_passes_through_code_that_catches_exceptions() -> None:
         ]
     ):
         assert model(x).shape == (1, 2)
+
+
+def test_masks_are_masks_and_the_range_is_checked(model: ip.Model, x: Tensor) -> None:
+    _, whole = model.run_with_cache(x, names_filter="fc1")
+    mask = torch.tensor([True, False, False, True, False, False, True])
+    _, part = model.run_with_cache(x, names_filter="fc1", keep={1: mask})
+    assert torch.equal(part["fc1"], whole["fc1"][:, mask])
+    with pytest.raises(IndexError):
+        model.run_with_cache(x, names_filter="fc1", pos_slice=[10])
+
+
+def test_a_tuple_is_never_guessed_at(model: ip.Model, x: Tensor) -> None:
+    _, cache = model.run_with_cache(x)
+    assert "lstm" not in cache
+    with pytest.raises(
+        ip.AmbiguousSite, match=r"'lstm' holds several tensors; say which one: 'lstm.output\[0\]'"
+    ):
+        _ = cache["lstm"]
+
+
+def test_another_thread_on_the_same_module_does_not_confuse_the_numbers_of_calls() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for turn in range(4):
+                if turn == 2 and threading.current_thread() is threading.main_thread():
+                    joined.set()
+                    seen.wait()
+                x = self.cell(x)
+            return x
+
+    joined, seen, done = threading.Event(), threading.Event(), threading.Event()
+    model, x = ip.wrap(Loop()), torch.randn(2, 3)
+
+    def other() -> None:
+        joined.wait()
+        with model.hooks([("cell", lambda value, hook: None)]):
+            seen.set()
+            done.wait()
+            model.module(x)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    _, cache = model.run_with_cache(x, names_filter="cell")
+    done.set()
+    thread.join()
+    assert list(cache) == ["cell#0", "cell#1", "cell#2", "cell#3"]
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nested.nested_tensor([x, x[:1]]), x.to_sparse()
+
+
+# Nested tensors are a prototype, says torch at length.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_and_sparse_values_can_be_kept_but_not_hooked() -> None:
+    model, x = ip.wrap(nn.Sequential(Odd())), torch.eye(3)
+    (nested, sparse), cache = model.run_with_cache(x)
+    assert torch.equal(cache["0.output[0]"].values(), nested.values())
+    assert torch.equal(cache["0.output[1]"].to_dense(), sparse.to_dense())
+    for site in ("0.output[0]", "0.output[1]"):
+        with pytest.raises(ip.Unsupported, match="is a sparse or nested tensor"):
+            model.run_with_hooks(x, fwd_hooks=[(site, torch.clone)])

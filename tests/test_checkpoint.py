@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -201,3 +203,61 @@ def test_noise_is_the_same_when_repeated(reentrant: bool) -> None:
         found = gradients(net, x, hooks=[ip.noise("inner", 1.0, seed=seed)])
         torch.manual_seed(3)
         assert all_equal(found, gradients(plain, x, hooks=[ip.noise("inner", 1.0, seed=seed)]))
+
+
+@BOTH_KINDS
+def test_a_skip_is_repeated_and_may_not_leave_its_scope(reentrant: bool) -> None:
+    net, plain, x = twins(reentrant)
+    hooks = {"hooks": [ip.skip("inner", lambda value: value * 2)]}
+    right = gradients_or_none(plain, x, **hooks)
+    assert all_equal(gradients_or_none(net, x, **hooks), right)
+    loss = ip.wrap(net).run_with_hooks(x.clone().requires_grad_(), **hooks)
+    with pytest.raises(ip.GradientError, match="under activation checkpointing"):
+        loss.backward()
+
+
+def gradients_or_none(net: Net, x: Tensor, **hooks: list) -> list[Tensor]:
+    net.zero_grad()
+    x = x.clone().requires_grad_()
+    with ip.wrap(net).hooks(**hooks):
+        net(x).backward()
+    return [x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+@BOTH_KINDS
+def test_an_edit_that_would_not_be_repeated_here_raises(reentrant: bool) -> None:
+    net, _, x = twins(reentrant)
+    model, data = ip.wrap(net), x.clone().requires_grad_()
+    handle = model.register(ip.scale("inner", 3.0))
+    loss = model(data)
+    handle.disable()
+    with pytest.raises(ip.GradientError, match="under activation checkpointing"):
+        loss.backward()
+    handle.remove()
+
+    caught: list[BaseException] = []
+
+    def backward(loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except ip.GradientError as error:
+            caught.append(error)
+
+    with model.hooks([ip.scale("inner", 3.0)]):
+        thread = threading.Thread(target=backward, args=(model(data),))
+        thread.start()
+        thread.join()
+    # On CUDA the recomputation has a thread of its own and is given to the one scope that is open.
+    assert len(caught) == (x.device.type == "cpu")
+
+
+def test_a_gradient_hook_fires_in_steps_with_and_without_checkpointing() -> None:
+    net, _, x = twins(reentrant=True)
+    model, seen = ip.wrap(net), []
+    handle = model.add_hook("inner", lambda grad, hook: seen.append(grad), dir="bwd")
+    for plain in (True, False, True, False):
+        net.plain = plain
+        model(x.clone().requires_grad_()).backward()
+    handle.remove()
+    assert len(seen) == 4
+    assert all(torch.equal(seen[0], grad) for grad in seen)

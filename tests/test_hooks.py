@@ -306,7 +306,8 @@ def test_torch_hooks_run_with_torchs_arguments(net: nn.Sequential, x: Tensor) ->
         return args[0] * 2
 
     def before_with_kwargs(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-        return args, {name: value * 2 for name, value in kwargs.items()}
+        assert kwargs == {}
+        return (args[0] * 2,), kwargs
 
     model = ip.wrap(net)
     for hook in (forward, with_kwargs):
@@ -405,3 +406,98 @@ def test_seeded_noise_repeats_and_differs_by_site(net: nn.Sequential, x: Tensor)
 def test_an_edit_that_selects_nothing_is_refused(net: nn.Sequential, x: Tensor) -> None:
     with pytest.raises(ValueError, match=r"selects nothing of '0', which is \(3, 4\)"):
         ip.wrap(net).run_with_hooks(x, hooks=[ip.zero("0", at=(slice(5, 9),))])
+
+
+class Sum(nn.Module):
+    """Takes arguments in every way, by a receiver that is not called self."""
+
+    def forward(this, x: Tensor, *more: Tensor, scale: float = 1.0) -> Tensor:
+        return (x + sum(more)) * scale
+
+
+def test_arguments_are_named_whatever_the_receiver_is_called() -> None:
+    model = ip.wrap(nn.Sequential(Sum()))
+    x = torch.arange(3.0)
+    _, cache = model.run_with_cache(x, names_filter="0.input.x")
+    assert torch.equal(cache["0.input.x"], x)
+
+
+def test_torch_pre_hooks_get_the_arguments_as_torch_gives_them() -> None:
+    module = Sum()
+    model, x = ip.wrap(module), torch.arange(3.0)
+    seen = []
+
+    def plain(module: nn.Module, args: tuple) -> tuple:
+        seen.append(args)
+        return (args[0] * 2, *args[1:])
+
+    def with_kwargs(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        args[1].zero_()
+        return args, {**kwargs, "scale": 10.0}
+
+    output = model.run_with_hooks(
+        x, x, x, scale=0.5, fwd_hooks=[("input", ip.torch_hook(plain, pre=True))]
+    )
+    assert torch.equal(output, (x * 2 + x + x) * 0.5)
+    assert [len(args) for args in seen] == [3]
+    output = model.run_with_hooks(
+        x, x, x, scale=0.5, fwd_hooks=[("input", ip.torch_hook(with_kwargs, pre=True))]
+    )
+    assert torch.equal(output, (x + x) * 10)
+    with pytest.raises(ip.EditShapeError, match="the module takes a dict"):
+        model.run_with_hooks(
+            x, x, fwd_hooks=[("input", ip.torch_hook(lambda m, args: args[:1], pre=True))]
+        )
+
+
+def test_skip_takes_modules_and_their_containers(net: nn.Sequential, x: Tensor) -> None:
+    model = ip.wrap(net)
+    for wrong in ("1#0", "1.input", "1.output[0]"):
+        with pytest.raises(ValueError, match=r"ip.skip takes modules, at all their calls"):
+            model.run_with_hooks(x, hooks=[ip.skip(wrong, torch.ones(3, 4))])
+    with pytest.raises(TypeError, match="unexpected keyword") as caught:
+        ip.wrap(Sum()).run_with_hooks(x, scale=2.0, hooks=[ip.skip("output", lambda x: x)])
+    assert "raised by skip('output') at site 'output'" in caught.value.__notes__[0]
+    # What the replacement calls in the model is not skipped again.
+    output = model.run_with_hooks(x, hooks=[ip.skip("1", lambda value: net[1](value) * 2)])
+    assert torch.equal(output, edited(net, x))
+    lstm = ip.wrap(nn.Sequential(nn.LSTM(4, 4)))
+    lstm.scan(x)
+    with pytest.raises(ip.EditShapeError, match="Give the same container"):
+        lstm.run_with_hooks(x, hooks=[ip.skip("0", x)])
+
+
+def test_hooks_in_both_directions_are_listed_and_removed_from_either(net: nn.Sequential) -> None:
+    model = ip.wrap(net)
+    model.register(Both("1"))
+    point = model.hook_dict["1"]
+    assert point.has_hooks("fwd")
+    assert point.has_hooks("bwd")
+    model.remove_all_hook_fns("fwd")
+    assert not point.has_hooks()
+
+
+def test_what_is_nearly_right_is_taken_or_explained(net: nn.Sequential, x: Tensor) -> None:
+    model, right = ip.wrap(net), edited(net, x)
+    for hooks in (("1", by_return), {"1": by_return}, [(net[1], by_return)]):
+        assert torch.equal(model.run_with_hooks(x, fwd_hooks=hooks), right)
+    assert torch.equal(model.run_with_hooks(x, hooks=ip.scale("1", 2)), right)
+    with pytest.raises(TypeError, match=r"takes \(m, i, o\); .* wrap it: ip.torch_hook\(fn\)"):
+        model.run_with_hooks(x, fwd_hooks=[("1", lambda m, i, o: o)])
+    with pytest.raises(TypeError, match="no argument 'name_filter'; did you mean 'names_filter'"):
+        model.run_with_cache(x, name_filter="1")
+    with pytest.raises(TypeError, match="no argument 'fwd_hook'; did you mean 'fwd_hooks'"):
+        model.run_with_hooks(x, fwd_hook=[])
+    with pytest.raises(TypeError, match=r"reset_hooks takes no names; got '1'"):
+        model.reset_hooks("1")
+    with pytest.raises(ip.SiteNotFound, match="this Tanh is no part of Sequential"):
+        model.run_with_hooks(x, fwd_hooks=[(nn.Tanh(), by_return)])
+    with pytest.raises(TypeError, match="an edit takes a number or a tensor; got list"):
+        model.run_with_hooks(x, hooks=[ip.add("1", [1.0])])
+    scope = model.hooks([("1", by_return)])
+    with scope:
+        model(x)
+    with pytest.raises(RuntimeError, match="a scope is entered once"):
+        scope.__enter__()
+    assert repr(ip.add("1", torch.ones(4), at=(..., 2))) == "add('1', tensor(4,), at=(Ellipsis, 2))"
+    assert model.half() is model

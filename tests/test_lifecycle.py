@@ -293,3 +293,71 @@ def test_the_wrapper_passes_what_the_module_has(net: Net, x: Tensor) -> None:
     assert model.fc1 is net.fc1
     with pytest.raises(AttributeError, match="neither Model nor Net has 'nothing'"):
         _ = model.nothing
+
+
+def test_parts_called_on_their_own_leave_no_graph_behind(net: Net, x: Tensor) -> None:
+    model, alive = ip.wrap(net), []
+    model.add_hook("fc1", lambda grad, hook: None, dir="bwd")
+    model.add_hook("output", lambda grad, hook: None, dir="bwd")
+    for _ in range(5):
+        data = x.clone().requires_grad_()
+        net.fc1(data).sum().backward()
+        net(data).sum().backward()
+        alive.append(weakref.ref(data))
+        del data
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 5
+    model.reset_hooks()
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.fc(x)
+        return x if depth == 0 else self(x, depth - 1)
+
+
+def test_a_root_that_calls_itself_is_one_forward_pass(x: Tensor) -> None:
+    model, calls = ip.wrap(Recursive()), []
+    model.add_hook("fc", lambda value, hook: calls.append(hook.call))
+    model(x)
+    assert calls == [0, 1, 2]
+    _, cache = model.run_with_cache(x, names_filter=["fc", "output"])
+    model.reset_hooks()
+    assert [name for name in cache if name.startswith("fc")] == ["fc#0", "fc#1", "fc#2"]
+    assert [name for name in cache if "output" in name] == ["output#0", "output#1", "output#2"]
+
+
+def test_a_forward_that_calls_another_model_keeps_its_count(x: Tensor) -> None:
+    other = ip.wrap(nn.Linear(4, 4))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.cell(x)
+            other.run_with_cache(x)
+            return self.cell(x)
+
+    model, calls = ip.wrap(Outer()), []
+    model.add_hook("cell", lambda value, hook: calls.append(hook.call))
+    model(x)
+    model.reset_hooks()
+    assert calls == [0, 1]
+
+
+def test_calls_are_counted_from_zero_after_a_forward_that_raised(net: Net, x: Tensor) -> None:
+    model, calls = ip.wrap(net), []
+    with model.hooks([("fc1#0", lambda value, hook: calls.append(hook.call))]):
+        net.fails = True
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the model failed"):
+                model(x)
+        net.fails = False
+        model(x)
+    assert calls == [0, 0, 0]

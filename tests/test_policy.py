@@ -113,4 +113,4 @@ def lines_of_code(path: Path) -> int:
 def test_the_engine_reads_in_an_evening() -> None:
     engine = [p for p in python_files() if layer_of(p) in ("errors", "sites", "taps", "engine")]
     lines = sum(lines_of_code(path) for path in engine)
-    assert lines < 2700, f"{lines} lines"
+    assert lines < 2850, f"{lines} lines"

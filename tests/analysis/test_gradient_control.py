@@ -110,7 +110,7 @@ def test_noise_without_a_seed_comes_from_torch():
 
 
 def test_they_are_plain_data():
-    assert repr(clip_grad("fc1", 1.0)) == "clip_grad(sites='fc1', max_norm=1.0)"
+    assert repr(clip_grad("fc1", 1.0)) == "clip_grad('fc1', 1.0)"
     assert scale_grad("fc1", 2.0) == scale_grad("fc1", 2.0)
     assert noise_grad("fc1", 0.1).seed is None
     hook = clip_grad("1", 1e-6)

@@ -116,8 +116,7 @@ def test_an_axis_that_changes_its_length_is_an_error():
             ip.wrap(nn.Identity()), [torch.randn(2, 3), torch.randn(2, 4)], progress=False
         )
     assert str(caught.value) == (
-        "'output' had 3 units along unit_axis=-1 and now has 4. "
-        "Choose the axis whose length stays the same."
+        "'output' had 3 units and now has 4. Choose the unit_axis whose length stays the same."
     )
 
 

@@ -24,7 +24,7 @@ class ShapeRow:
     device: str
 
 
-class ShapeLog(Detector, TableResult):
+class ShapeLog(TableResult, Detector):
     """Writes down what passes through each site, as it happens. It prints as a table.
 
     ```python

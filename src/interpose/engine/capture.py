@@ -83,9 +83,10 @@ class Cut:
 def _pick(value: Tensor, axis: int, index: Index) -> Tensor:
     if isinstance(index, int):
         return value.select(axis, index)
-    if isinstance(index, slice):
-        return value[(slice(None),) * (axis % value.ndim) + (index,)]
-    return value.index_select(axis, torch.as_tensor(index, device=value.device) % value.shape[axis])
+    if not isinstance(index, slice):
+        # Indexing, not index_select: it takes masks and negative numbers, and checks the range.
+        index = torch.as_tensor(index, device=value.device)
+    return value[(slice(None),) * (axis % value.ndim) + (index,)]
 
 
 class Stop(BaseException):

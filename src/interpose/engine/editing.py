@@ -11,11 +11,11 @@ from torch import Tensor
 from interpose.engine.hooks import Detector, Hook, TorchHook, skip
 from interpose.engine.listeners import Listener, brief, guard
 from interpose.engine.points import HookPoint
-from interpose.errors import EditShapeError, NonFinite
+from interpose.errors import EditShapeError, NonFinite, Unsupported
 from interpose.sites.grammar import spell
 from interpose.taps import bypass, values
-from interpose.taps.context import frame_of, stand_down, stand_up, under_checkpoint
-from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call
+from interpose.taps.context import frame_of, graph_task, stand_down, stand_up, under_checkpoint
+from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call, named_arguments
 
 
 class Editing(Listener):
@@ -32,6 +32,10 @@ class Editing(Listener):
         if not self.hook.enabled:
             return
         for leaf, value, name in self.tensors(call):
+            if not values.is_plain(value):
+                raise Unsupported(
+                    f"{name!r} is a sparse or nested tensor: it can be cached, not hooked."
+                )
             self.fired += 1
             new = self._run(value, self.point(call, name))
             if new is not value:
@@ -56,13 +60,14 @@ class Editing(Listener):
         return new
 
     def _beware_of_checkpoint(self, call: Call, new: Tensor) -> None:
-        if not call.recomputed and under_checkpoint():
-            frame_of(self.root).fragile.append(self)
-            guard(new, [self])
+        if not call.recomputed:
+            beware_of_checkpoint(self, new)
 
 
 class Skipping(Listener):
-    """Returns a replacement in the stead of a module's forward."""
+    """Returns a replacement instead of running a module's forward."""
+
+    hook: skip
 
     def __init__(self, *args: Any, hook: skip, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,7 +100,10 @@ class Skipping(Listener):
                 f"{self.hook.label} at {self.site.name!r} gives a tensor; the module returns a "
                 f"container with tensors at {there}. Give the same container."
             )
-        return values.mapped(made, Tensor.clone)
+        made = values.mapped(made, Tensor.clone)
+        if graph_task() == -1:
+            beware_of_checkpoint(self, made)
+        return made
 
 
 class TorchEditing(Editing):
@@ -112,50 +120,63 @@ class TorchEditing(Editing):
         if not self.hook.enabled:
             return
         self.fired += 1
-        copies = values.mapped(call.value, values.twin)
         originals = dict(values.leaves(call.value))
-        marks = {leaf: _mark(tensor) for leaf, tensor in values.leaves(copies)}
-        point = self.point(call, self.site.name)
-        returned = call_hook(self.hook, self._as_torch(call, copies), point)
-        if returned is None:
-            changed = {leaf: t for leaf, t in values.leaves(copies) if _mark(t) != marks[leaf]}
-        else:
-            changed = self._taken_apart(returned, originals, call)
-        for leaf, new in changed.items():
-            old = originals[leaf]
-            if new is old:
-                continue
-            values.check_replacement(new, old, self.hook, self.site.name)
-            new = values.settled(new, old)
-            call.replace(leaf, old, new)
-            self._beware_of_checkpoint(call, new)
-
-    def _as_torch(self, call: Call, copies: Any) -> Callable[[HookPoint], Any]:
-        args, kwargs = ((), copies) if self.hook.before else call.inputs
-        if self.hook.before and not self.hook.with_kwargs:
-            args, kwargs = tuple(copies.values()), {}
-        given = (args, kwargs) if self.hook.with_kwargs else (args,)
-        rest = () if self.hook.before else (copies,)
-        return lambda _: self.hook.function(call.module, *given, *rest)
-
-    def _taken_apart(
-        self, returned: Any, originals: dict[values.Leaf, Tensor], call: Call
-    ) -> dict[values.Leaf, Tensor]:
-        if self.hook.before:
-            if self.hook.with_kwargs:
-                args, kwargs = returned
-                returned = dict(zip(call.value, args)) | kwargs
-            else:
-                returned = dict(
-                    zip(call.value, returned if isinstance(returned, tuple) else (returned,))
-                )
-        found = dict(values.leaves(returned))
-        if type(returned) is not type(call.value) or found.keys() != originals.keys():
+        copies, returned = self._call(call)
+        made = copies if returned is None else returned
+        found = dict(values.leaves(made))
+        if type(made) is not type(call.value) or found.keys() != originals.keys():
             raise EditShapeError(
-                f"{self.hook.label} at {self.site.name!r} returned {brief(returned)}; the module "
-                f"gives {brief(call.value)}. Return the same container with the same tensors in it."
+                f"{self.hook.label} at {self.site.name!r} returned {brief(made)}; the module "
+                f"{'takes' if call.before else 'gives'} {brief(call.value)}. Return the same "
+                "container with the same tensors in it."
             )
-        return found
+        if returned is not None:
+            call.value, call.changed = made, True  # also for what is no tensor
+        for leaf, new in found.items():
+            old = originals[leaf]
+            if getattr(new, "_untouched", None) == _mark(new):
+                new = old
+            if new is not old:
+                values.check_replacement(new, old, self.hook, self.site.name)
+                new = values.settled(new, old)
+                self._beware_of_checkpoint(call, new)
+                call.replace(leaf, old, new)
+            else:
+                call.value = values.swap(call.value, leaf, old)
+
+    def _call(self, call: Call) -> tuple[Any, Any]:
+        """The copies it was given and what it returned, both in the form of ``call.value``."""
+        hook, module = self.hook, call.module
+        if not hook.before:
+            copies = values.mapped(call.value, _marked_twin)
+            given = call.given if hook.with_kwargs else call.given[:1]
+            point = self.point(call, self.site.name)
+            return copies, call_hook(hook, lambda _: hook.function(module, *given, copies), point)
+        args, kwargs = values.mapped(call.given, _marked_twin)
+        given = (args, kwargs) if hook.with_kwargs else (args,)
+        point = self.point(call, self.site.name)
+        returned = call_hook(hook, lambda _: hook.function(module, *given), point)
+        copies = named_arguments(module, args, kwargs)
+        if returned is None:
+            return copies, None
+        if not hook.with_kwargs:
+            returned = (returned if isinstance(returned, tuple) else (returned,), kwargs)
+        return copies, named_arguments(module, *returned)
+
+
+def _marked_twin(value: Tensor) -> Tensor:
+    """A copy that knows how it was when it was made."""
+    copy = values.twin(value)
+    copy._untouched = _mark(copy)  # type: ignore[attr-defined]
+    return copy
+
+
+def beware_of_checkpoint(listener: Listener, new: Any) -> None:
+    """After an edit: if a checkpoint will have to repeat it, see to it that it can."""
+    if under_checkpoint():
+        frame_of(listener.root).fragile.append(listener)
+        for _, tensor in values.leaves(new):
+            guard(tensor, [listener])
 
 
 def look(hook: Detector, function: Callable[..., Any], value: Tensor, point: HookPoint) -> None:

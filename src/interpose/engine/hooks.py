@@ -65,11 +65,14 @@ class Hook:
 
     def __repr__(self) -> str:
         said = [repr(vars(self).get("sites"))]
-        for option in dataclasses.fields(self)[1:] if dataclasses.is_dataclass(self) else ():
+        options: list[Any] = (
+            list(dataclasses.fields(self)) if dataclasses.is_dataclass(self) else []
+        )
+        for option in sorted(options[1:], key=lambda option: option.kw_only):
             value = getattr(self, option.name)
             if value is not option.default:
                 shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                said.append(shown if not option.kw_only else f"{option.name}={shown}")
+                said.append(f"{option.name}={shown}" if option.kw_only else shown)
         return f"{type(self).__name__}({', '.join(said)})"
 
     def directions(self) -> tuple[str, ...]:
@@ -107,6 +110,8 @@ class Detector(Hook):
     def __init__(self, sites: Filter = None, *, id: str | None = None, copies: bool = True) -> None:  # noqa: A002
         super().__init__(sites, id=id)
         self.copies = copies
+
+    copies = True
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Look at a value."""
@@ -298,10 +303,11 @@ def _label_of(function: Callable[..., Any]) -> str:
 def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
     """How to call a user's function: with ``hook=`` if it has that name, else by place or not at all."""
     code = getattr(function, "__code__", None)
-    if code is not None and "hook" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-        return lambda value, hook: function(
-            value, hook=hook
-        )  # without inspect, which takes as long as ten hooks
+    if code is not None:
+        # The common case without inspect, which takes as long as ten hooks.
+        named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if "hook" in named[code.co_posonlyargcount :]:
+            return lambda value, hook: function(value, hook=hook)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins such as torch.zeros_like have no signature

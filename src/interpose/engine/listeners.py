@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from interpose.engine.hooks import Hook
 from interpose.engine.points import HookPoint
 from interpose.errors import GradientError, SiteNotFound
 from interpose.sites.grammar import OUTPUT
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
 from interpose.taps.context import (
+    Frame,
+    calls_under_way,
     current,
-    new_frame,
+    frame_of,
+    in_autograd_thread,
+    is_heard,
+    set_frame,
 )
 from interpose.taps.tap import (
     AFTER_EDIT,
@@ -38,6 +44,7 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 class Listener:
     """Hears the calls of one site's module, for a scope or (scope None) for the model."""
 
+    hook: Hook
     phase: int = AFTER_READ
     tap: Tap | None = None
     quick: Callable[[Any], bool] | None = None
@@ -46,6 +53,7 @@ class Listener:
         self.model = model
         self.site = site
         self.scope = scope
+        self.single_run = scope is not None and scope.single_run
         self.root = model.root
         self.call = site.tail.call
         self.outright = outright
@@ -68,6 +76,11 @@ class Listener:
         """Look at a call, or change its values."""
         raise NotImplementedError
 
+    def will_run_again(self) -> bool:
+        """Whether it would hear a call that is recomputed here and now."""
+        heard = in_autograd_thread() or is_heard(self.scope, current())
+        return heard and not self.gone and self.hook.enabled
+
     @property
     def replaces_arguments(self) -> bool:
         """Whether it may put something else in the place of an argument."""
@@ -83,7 +96,7 @@ class Listener:
         for leaf, tensor, name in found:
             if type(tensor) is not Tensor or is_functorch_wrapped(tensor):
                 values.check_supported(tensor, name)
-            if not self.noted:
+            if not self.noted and values.is_plain(tensor):
                 place = (self.site.path, self.site.tail.port, leaf)
                 self.model._seen.setdefault(place, (tensor.shape, tensor.dtype))
         self.noted = True
@@ -116,10 +129,15 @@ class FrameStart(Listener):
     phase = BEFORE_EDIT
 
     def on(self, call: Call) -> None:
-        """Count calls from zero again."""
+        """Count calls from zero again, unless the root was called by itself."""
         if not call.recomputed:
             self.fired += 1
-            new_frame(self.root)
+            frame = frame_of(self.root)
+            if frame.depth == 0 or calls_under_way(self.root) == 1:
+                # Not counting on `depth` alone: a forward that raised left it as it was.
+                frame = Frame()
+                set_frame(self.root, frame)
+            frame.depth += 1
 
 
 class FrameEnd(Listener):
@@ -128,9 +146,13 @@ class FrameEnd(Listener):
     phase = AFTER_READ
 
     def on(self, call: Call) -> None:
-        """Guard a later backward pass."""
+        """Guard a later backward pass, and let go of what belonged to this one."""
         if not call.recomputed:
-            guard_output(self.root, call.value)
+            frame = frame_of(self.root)
+            frame.depth -= 1
+            if frame.depth <= 0:
+                guard_output(self.root, call.value)
+                set_frame(self.root, None)
 
 
 class GiveBack(Listener):
@@ -169,7 +191,7 @@ class Capturing(Listener):
 
     def _take(self, value: Any) -> bool:
         """Keep a whole output without ceremony: most calls of most runs are of this kind."""
-        if type(value) is not Tensor or is_functorch_wrapped(value):
+        if type(value) is not Tensor or is_functorch_wrapped(value) or not values.is_plain(value):
             return False
         index = self.most_calls
         self.most_calls = self.fired = index + 1
@@ -216,7 +238,7 @@ def guard(tensor: Tensor, fragile: list[Any]) -> None:
         return
 
     def check(grad: Tensor) -> None:  # noqa: ARG001 - torch's signature
-        gone = [listener for listener in fragile if listener.gone]
+        gone = [listener for listener in fragile if not listener.will_run_again()]
         if gone:
             raise GradientError(
                 f"{gone[0].hook.label} edited {gone[0].site.name!r} under activation "

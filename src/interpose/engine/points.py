@@ -62,7 +62,7 @@ class HookPoint:
         return [
             h
             for h in self.model._handles
-            if h.direction == direction and self.canonical in h.canonicals
+            if h.direction in (direction, "both") and self.canonical in h.canonicals
         ]
 
     def add_hook(
@@ -165,7 +165,7 @@ class Handle:
     def matches(self, direction: str, including_permanent: bool, level: int | None) -> bool:
         """Whether a removal with these arguments means this one."""
         return (
-            direction in ("both", self.direction)
+            (self.direction == "both" or direction in ("both", self.direction))
             and (including_permanent or not self.is_permanent)
             and (level is None or level == self.level)
         )

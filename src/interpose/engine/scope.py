@@ -17,6 +17,7 @@ from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import FrameEnd, FrameStart, GiveBack, Listener, guard_output
 from interpose.engine.watching import Watching, grad_receiver
 from interpose.errors import NeverFired
+from interpose.sites.grammar import OUTPUT
 from interpose.taps import context, eager
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ def bind(
             about["outright"] = outright
             listener: Listener
             if isinstance(hook, skip):
+                if site.tail != OUTPUT:
+                    raise ValueError(
+                        f"ip.skip takes modules, at all their calls; got {site.name!r}."
+                    )
                 listener = Skipping(**about, hook=hook)
             elif direction == "bwd":
                 listener = Watching(
@@ -117,11 +122,13 @@ class Scope:
         single_run: bool = False,
     ) -> None:
         self.model = model
+        self.single_run = single_run
         self.around: tuple[Any, ...] = ()
         self.stopped = False
         self.targets: list[GradientEdge] | None = None
         self.bindings: list[Binding] = []
         self._forwards = 0
+        self._before: context.Context | None = None
         self._frames = None if single_run else frames(model, self)
         for hook in hooks:
             self.bindings += bind(
@@ -129,7 +136,10 @@ class Scope:
             )
 
     def __enter__(self) -> Scope:
-        self.around = context.current().scopes
+        if self._before is not None:
+            raise RuntimeError("a scope is entered once; call model.hooks(...) again for another.")
+        self._before = context.current()
+        self.around = self._before.scopes
         eager.hold()
         try:
             if self._frames is not None:
@@ -138,7 +148,8 @@ class Scope:
             # in.
             for binding in sorted(self.bindings, key=lambda b: b.direction != "bwd"):
                 binding.install()
-            context.enter(self, self.model.root)
+            frame = context.Frame() if self.single_run else None
+            context.enter(self, self.model.root, frame=frame)
         except BaseException:
             self._remove()
             raise
@@ -146,7 +157,8 @@ class Scope:
 
     def _remove(self) -> None:
         """Take everything off, also after an entry that failed half way."""
-        context.leave(self)
+        if self._before is not None:
+            context.leave(self, self.model.root, self._before)
         for binding in self.bindings:
             binding.remove()
         if self._frames is not None:

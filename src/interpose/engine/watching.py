@@ -81,6 +81,7 @@ class Watching(Listener):
             return None
         if not torch.is_grad_enabled():
             self.without_grad = True
+            self.attached_in_forward = False  # reentrant checkpointing: the recomputation has it
             return None
         done = call.shared.get((Watching, leaf, "shown"))
         if done is not None:

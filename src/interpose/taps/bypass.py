@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from interpose.taps import tap
-from interpose.taps.context import current
+from interpose.taps.context import current, graph_task, in_autograd_thread, is_heard
 
 
 class Skipper(Protocol):
@@ -34,6 +34,7 @@ class Bypass:
 
     def __init__(self, module: nn.Module) -> None:
         self.original = module.forward
+        self.__wrapped__ = module.forward  # for inspect.signature
         self.was_own = "forward" in vars(module)
         self.skippers: tuple[Skipper, ...] = ()
 
@@ -47,12 +48,11 @@ class Bypass:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a skipper's replacement, or what the module's own forward returns."""
+        # Autograd's threads have no context: a recomputation there is everybody's.
+        anyone = graph_task() != -1 and in_autograd_thread()
         here = current()
         for skipper in reversed(self.skippers):
-            inside = (
-                not here.standing_down if skipper.scope is None else skipper.scope in here.scopes
-            )
-            if inside and skipper.wants_to_skip():
+            if (anyone or is_heard(skipper.scope, here)) and skipper.wants_to_skip():
                 return skipper.output(args, kwargs)
         return self.original(*args, **kwargs)
 

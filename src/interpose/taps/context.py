@@ -12,9 +12,11 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,17 +25,17 @@ R = TypeVar("R")
 class Frame:
     """One forward pass of one root module.
 
-    ``counts``: calls heard so far, by listener. ``lent``: replaced arguments, by module.
-    ``fragile``: listeners whose edits a checkpoint will have to repeat in the backward pass.
-    ``fixed``: tensors that nobody may write to any more, with their versions and sites.
+    ``counts``: calls heard so far, by listener. ``fragile``: listeners whose edits a checkpoint
+    will have to repeat in the backward pass. ``depth``: calls of the root under way. ``fixed``:
+    tensors that nobody may write to any more, with their versions and sites.
     """
 
-    __slots__ = ("counts", "fixed", "fragile", "lent")
+    __slots__ = ("counts", "depth", "fixed", "fragile")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self.lent: dict[int, list[Any]] = {}
         self.fragile: list[Any] = []
+        self.depth = 0
         self.fixed: list[tuple[Any, int, str]] = []
 
 
@@ -62,33 +64,55 @@ current = _CONTEXT.get
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def enter(scope: object, root: object) -> None:
-    """Let a scope hear the calls made from here on."""
+def enter(scope: object, root: object, *, frame: Frame | None) -> Context:
+    """Let a scope hear the calls made from here on; with a frame, a forward pass begins with it."""
     here = current()
-    frames = {key: frame for key, frame in here.frames.items() if key != id(root)}
+    frames = here.frames if frame is None else {**here.frames, id(root): frame}
     _CONTEXT.set(Context((*here.scopes, scope), frames, standing_down=here.standing_down))
+    return here
 
 
-def leave(scope: object) -> None:
+def leave(scope: object, root: object, before: Context) -> None:
     """Undo `enter`, in whatever order scopes end."""
     here = current()
     scopes = tuple(other for other in here.scopes if other is not scope)
-    _CONTEXT.set(Context(scopes, here.frames if scopes else None, standing_down=here.standing_down))
+    frames = {key: frame for key, frame in here.frames.items() if key != id(root)}
+    if id(root) in before.frames:
+        frames[id(root)] = before.frames[id(root)]
+    _CONTEXT.set(Context(scopes, frames, standing_down=here.standing_down))
 
 
-def new_frame(root: object) -> Frame:
-    """A forward pass of this root begins."""
+def set_frame(root: object, frame: Frame | None) -> None:
+    """A forward pass of this root begins, or (with None) has ended."""
     here = current()
-    frame = Frame()
-    _CONTEXT.set(
-        Context(here.scopes, {**here.frames, id(root): frame}, standing_down=here.standing_down)
-    )
-    return frame
+    frames = {key: known for key, known in here.frames.items() if key != id(root)}
+    if frame is not None:
+        frames[id(root)] = frame
+    _CONTEXT.set(Context(here.scopes, frames, standing_down=here.standing_down))
 
 
 def frame_of(root: object) -> Frame:
-    """The forward pass under way, or a new one when a part of a model is called on its own."""
-    return current().frames.get(id(root)) or new_frame(root)
+    """The forward pass under way; a blank one when a part of a model is called on its own."""
+    return current().frames.get(id(root)) or Frame()
+
+
+def is_heard(scope: object | None, here: Context) -> bool:
+    """Whether what belongs to a scope (None: to the model) hears calls made in a context."""
+    return scope in here.scopes if scope is not None else not here.standing_down
+
+
+def calls_under_way(module: nn.Module) -> int:
+    """How many calls of a module are on this thread's stack: more than one if it calls itself."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count
+
+
+_CALL = nn.Module._call_impl.__code__
 
 
 def stand_down() -> contextvars.Token[Context]:

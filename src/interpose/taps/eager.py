@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a model may be collected, and let go, while this is held
 _holders = 0
 _stance: Any = None
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from interpose.errors import GradientError, Unsupported
 from interpose.taps import values
-from interpose.taps.context import current, frame_of, graph_task, in_autograd_thread
+from interpose.taps.context import current, frame_of, graph_task, in_autograd_thread, is_heard
 
 BEFORE_EDIT, BEFORE_READ, AFTER_EDIT, AFTER_READ = range(4)
 """The phases of a module call, in order; the values of the first two are its arguments, of the others its output."""
@@ -37,14 +37,16 @@ Lent = tuple[Tensor, Tensor, int, str]
 class Call:
     """One call of a module as its listeners see it: the values, which they may replace.
 
-    ``inputs`` is None before the forward. ``lent`` are arguments that were replaced. ``shared`` is
+    ``given`` are the arguments as torch has them; ``value`` is what the module returned, or before
+    the forward, the arguments by name. ``lent`` are arguments that were replaced. ``shared`` is
     for listeners that do one thing together, such as keeping one copy of a value.
     """
 
     __slots__ = (
+        "before",
         "changed",
+        "given",
         "index",
-        "inputs",
         "lent",
         "module",
         "recomputed",
@@ -54,11 +56,19 @@ class Call:
     )
 
     def __init__(
-        self, module: nn.Module, value: Any, inputs: Any, recomputed: bool, root: nn.Module
+        self,
+        module: nn.Module,
+        value: Any,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        before: bool,
+        recomputed: bool,
+        root: nn.Module,
     ) -> None:
         self.module = module
         self.value = value
-        self.inputs = inputs
+        self.given = given
+        self.before = before
         self.recomputed = recomputed
         self.root = root
         self.index: int | None = None
@@ -74,7 +84,7 @@ class Call:
         """
         self.value = values.swap(self.value, leaf, new)
         self.changed = True
-        if self.inputs is None:
+        if self.before:
             self.lent.append((old, new, new._version, watched))
         elif watched:
             fixed = frame_of(self.root).fixed
@@ -84,11 +94,9 @@ class Call:
 
     def shares_memory_with_inputs(self, value: Tensor) -> bool:
         """Whether a module returned (a view of) what it was given, as Identity does."""
-        if self.inputs is None:
-            return True
         pointer = value.untyped_storage().data_ptr()
         return any(
-            given.untyped_storage().data_ptr() == pointer for _, given in values.leaves(self.inputs)
+            given.untyped_storage().data_ptr() == pointer for _, given in values.leaves(self.given)
         )
 
 
@@ -98,6 +106,7 @@ class Listener(Protocol):
     scope: object | None
     root: nn.Module
     call: int | None
+    single_run: bool
     most_calls: int
     missed: int
     quick: Callable[[Any], bool] | None
@@ -136,34 +145,34 @@ class Tap:
             )
         again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
         here = current()
-        scopes, silent = here.scopes, here.standing_down
         if len(self.listeners) == 1 and not again:
             quick = self.listeners[0].quick
-            if quick is not None and self.listeners[0].scope in scopes and quick(rest[-1]):
+            if quick is not None and self.listeners[0].scope in here.scopes and quick(rest[-1]):
                 return None
         anyone = again and in_autograd_thread() and self._may_not_know_whose()
         call = None
         for listener in self.listeners:
-            scope = listener.scope
-            if not (anyone or (scope in scopes if scope is not None else not silent)):
+            if not (anyone or is_heard(listener.scope, here)):
                 listener.missed += 1
                 continue
             if call is None:
                 call = self._call(module, args, rest, again, listener.root)
             if again:
                 call.index = _recomputed_index(listener, module)
+            elif listener.single_run:
+                call.index = listener.most_calls
+                listener.most_calls += 1
             else:
                 counts = frame_of(listener.root).counts
                 call.index = index = counts.get(id(listener), 0)
                 counts[id(listener)] = index + 1
-                if index >= listener.most_calls:
-                    listener.most_calls = index + 1
+                listener.most_calls = max(listener.most_calls, index + 1)
             if listener.call is None or listener.call == call.index:
                 listener.on(call)
         if call is None:
             return None
         if call.lent:
-            frame_of(call.root).lent.setdefault(id(module), []).extend(call.lent)
+            vars(_LENT).setdefault(str(id(module)), []).extend(call.lent)
         if not call.changed:
             return None
         return given_arguments(module, args, rest[0], call.value) if self.before else call.value
@@ -174,11 +183,11 @@ class Tap:
                 "hooks do not work inside nn.DataParallel, whose replicas run in threads of their "
                 "own. Use DistributedDataParallel, or wrap the module before replicating it."
             )
-        if self.before:
-            return Call(module, named_arguments(module, args, rest[0]), None, again, root)
-        call = Call(module, rest[1], (args, rest[0]), again, root)
+        given = (args, rest[0])
+        value = named_arguments(module, *given) if self.before else rest[1]
+        call = Call(module, value, given, before=self.before, recomputed=again, root=root)
         if self.phase == AFTER_EDIT:
-            lent = frame_of(root).lent.pop(id(module), None)
+            lent = vars(_LENT).pop(str(id(module)), None)
             if lent is not None:
                 _give_back(call, lent)
         return call
@@ -213,6 +222,8 @@ def _recomputed_index(listener: Listener, module: nn.Module) -> int | None:
 
 
 _LOCK = threading.RLock()
+_LENT = threading.local()
+"""Arguments replaced in the calls under way in this thread, by module."""
 
 
 def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = False) -> None:
@@ -294,24 +305,25 @@ def given_arguments(
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], str]:
-    forward = type(module).forward
-    return (
-        _parameters_of(forward)
-        if "forward" not in vars(module)
-        else _parameters_of.__wrapped__(module.forward)
-    )
+    if "forward" in vars(module):
+        return _names_of(module.forward)
+    kind = type(module)
+    return _names_in_class(kind.forward, isinstance(kind.__dict__.get("forward"), staticmethod))
 
 
 @lru_cache(maxsize=1024)
-def _parameters_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
+def _names_in_class(forward: Callable[..., Any], static: bool) -> tuple[tuple[str, ...], str]:
+    names, star = _names_of(forward)
+    return (names if static else names[1:]), star  # without the receiver, whatever it is called
+
+
+def _names_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
+    """The names of positional parameters, and of what takes the rest."""
     try:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         return (), "args"
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if not inspect.ismethod(forward) and positional[:1] == ["self"]:
-        positional = positional[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = tuple(p.name for p in parameters if p.kind in kinds)
     star = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return tuple(positional), star
+    return positional, star

@@ -107,9 +107,14 @@ def _step(value: Any, key: Key) -> Any:
     return dict(found).get(key, _MISSING)
 
 
+def is_plain(value: Tensor) -> bool:
+    """Whether a tensor is one dense array, not sparse or nested."""
+    return value.layout is torch.strided and not value.is_nested
+
+
 def twin(value: Tensor) -> Tensor:
     """A copy with the same strides that can be written to; an expanded value is written out."""
-    if value.is_contiguous() and not torch.is_inference_mode_enabled():
+    if is_plain(value) and value.is_contiguous() and not torch.is_inference_mode_enabled():
         return value.clone()
     return _copy(value, value)
 
@@ -132,7 +137,7 @@ def _copy(source: Tensor, like: Tensor, *, expanded: bool = False) -> Tensor:
         # Inference tensors count no versions; an ordinary tensor does, also in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return _copy(source, like, expanded=expanded)
-    if like.is_contiguous() and source.is_contiguous():
+    if not is_plain(like) or (like.is_contiguous() and source.is_contiguous()):
         return source.clone()
     if expanded and 0 in like.stride():
         return _copy_expanded(source, like)
