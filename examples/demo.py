@@ -155,7 +155,7 @@ def look_at_mlp() -> list[str]:
     # Which unit of the first hidden layer matters most? Switch each off in turn.
     left = [accuracy(model, x, y, without("1", unit)) for unit in range(24)]
     worst = min(range(24), key=left.__getitem__)
-    cut = f"without unit {worst} of site '1': {left[worst]:.1%} right"
+    cut = f"without unit {worst} of the first Tanh (site '1'): {left[worst]:.1%} right"
     print(f"{cut}\n")
     before, after = decision(model, x[:400]), decision(model, x[:400], without("1", worst))
     planes = side_by_side(
@@ -221,7 +221,7 @@ def look_at_cnn() -> list[str]:
             html_table(head, bars),
         ),
         section("Activations by channel", "Over 1,500 pictures.", statistics.html()),
-        section("Gradients", "As above.", health.html()),
+        section("Does the gradient reach every layer?", "As for the first network.", health.html()),
     ]
 
 

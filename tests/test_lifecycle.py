@@ -248,7 +248,7 @@ def test_what_a_hook_calls_in_the_model_is_not_hooked(net: Net, x: Tensor) -> No
 
 def test_data_parallel_is_refused(net: Net) -> None:
     with pytest.raises(ip.Unsupported, match=r"data_parallel\.module"):
-        ip.wrap(nn.DataParallel(net))
+        ip.wrap(nn.DataParallel(net.to("cuda" if torch.cuda.is_available() else "cpu")))
     with pytest.raises(ip.Unsupported, match="DataParallel"):
         ip.wrap(nn.Sequential(nn.DataParallel(net)))
 

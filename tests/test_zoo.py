@@ -1245,12 +1245,20 @@ def test_trap_26_forward_passes_of_other_threads(x):
     assert_same(other, [expected, expected])
 
 
+def data_parallel(module: nn.Module) -> nn.Module:
+    """As on several GPUs; its own constructor looks for them."""
+    parallel = nn.DataParallel.__new__(nn.DataParallel)
+    nn.Module.__init__(parallel)
+    parallel.module = module
+    return parallel
+
+
 def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
     module = Net()
     with pytest.raises(ip.Unsupported, match=r"(?s)nn.DataParallel .*data_parallel.module"):
-        ip.wrap(nn.DataParallel(module, device_ids=[]))
+        ip.wrap(data_parallel(module))
     with pytest.raises(ip.Unsupported, match=r"nn.DataParallel"):
-        ip.wrap(nn.Sequential(nn.DataParallel(module, device_ids=[])))
+        ip.wrap(nn.Sequential(data_parallel(module)))
     replica = module._replicate_for_data_parallel()
     assert replica._forward_hooks is not None
     raw = []

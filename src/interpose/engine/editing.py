@@ -80,6 +80,7 @@ class Skipping(Listener):
     def remove(self) -> None:
         """Step aside."""
         bypass.unskip(self.site.module, self)
+        self.gone = True
 
     def wants_to_skip(self) -> bool:
         """Unless it is switched off."""
