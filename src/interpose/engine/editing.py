@@ -80,7 +80,7 @@ class Skipping(Listener):
     def remove(self) -> None:
         """Step aside."""
         bypass.unskip(self.site.module, self)
-        self.gone = True
+        self.removed = True
 
     def wants_to_skip(self) -> bool:
         """Unless it is switched off."""
@@ -175,7 +175,7 @@ def _marked_twin(value: Tensor) -> Tensor:
 def beware_of_checkpoint(listener: Listener, new: Any) -> None:
     """After an edit: if a checkpoint will have to repeat it, see to it that it can."""
     if under_checkpoint():
-        frame_of(listener.root).fragile.append(listener)
+        frame_of(listener.root).edited_under_checkpoint.append(listener)
         for _, tensor in values.leaves(new):
             guard(tensor, [listener])
 

@@ -60,8 +60,8 @@ class Listener:
         self.most_calls = 0
         self.missed = 0
         self.fired = 0
-        self.gone = False
-        self.noted = False
+        self.removed = False
+        self.shape_noted = False
 
     def install(self, *, first: bool = False) -> None:
         """Hear calls from now on."""
@@ -70,7 +70,7 @@ class Listener:
     def remove(self) -> None:
         """Hear no more, also if it never did."""
         unlisten(self)
-        self.gone = True
+        self.removed = True
 
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
@@ -79,7 +79,7 @@ class Listener:
     def will_run_again(self) -> bool:
         """Whether it would hear a call that is recomputed here and now."""
         heard = in_autograd_thread() or is_heard(self.scope, current())
-        return heard and not self.gone and self.hook.enabled
+        return heard and not self.removed and self.hook.enabled
 
     @property
     def replaces_arguments(self) -> bool:
@@ -96,10 +96,10 @@ class Listener:
         for leaf, tensor, name in found:
             if type(tensor) is not Tensor or is_functorch_wrapped(tensor):
                 values.check_supported(tensor, name)
-            if not self.noted and values.is_plain(tensor):
+            if not self.shape_noted and values.is_plain(tensor):
                 place = (self.site.path, self.site.tail.port, leaf)
                 self.model._seen.setdefault(place, (tensor.shape, tensor.dtype))
-        self.noted = True
+        self.shape_noted = True
         return found
 
     def _inside(self, value: Any) -> list[tuple[values.Leaf, Tensor, str]]:
@@ -156,7 +156,10 @@ class FrameEnd(Listener):
 
 
 class GiveBack(Listener):
-    """Beside every listener that may replace an argument: gives the tap an occasion to mend in-place changes."""
+    """Stands beside a listener that may replace an argument, so that there is a tap after the call.
+
+    That tap sees whether the module wrote to the replacement, and writes the same to the original.
+    """
 
     phase = AFTER_EDIT
 
@@ -190,14 +193,14 @@ class Capturing(Listener):
             self.quick = self._take
 
     def _take(self, value: Any) -> bool:
-        """Keep a whole output without ceremony: most calls of most runs are of this kind."""
+        """Keep a whole output by the shortest way: most calls of most runs are of this kind."""
         if type(value) is not Tensor or is_functorch_wrapped(value) or not values.is_plain(value):
             return False
         index = self.most_calls
         self.most_calls = self.fired = index + 1
-        if not self.noted:
+        if not self.shape_noted:
             self.model._seen.setdefault((self.site.path, "output", ()), (value.shape, value.dtype))
-            self.noted = True
+            self.shape_noted = True
         self.sink.keep(self.site, self.site.name, index, (), values.twin(value.detach()))
         return True
 
@@ -220,25 +223,24 @@ def guard_output(root: nn.Module, output: Any) -> None:
     frame = current().frames.get(id(root))
     if frame is None:
         return
-    fixed, frame.fixed = frame.fixed, []
-    for tensor, version, name in fixed:
+    for tensor, version, name in frame.must_not_change:
         if tensor._version != version:
             raise GradientError(
                 f"the model writes in place to the value at {name!r}, which shares memory with "
                 "another value, so it has no gradient of its own. Watch the module before it."
             )
-    if frame.fragile:
+    if frame.edited_under_checkpoint:
         for _, tensor in values.leaves(output):
-            guard(tensor, list(frame.fragile))
+            guard(tensor, list(frame.edited_under_checkpoint))
 
 
-def guard(tensor: Tensor, fragile: list[Any]) -> None:
+def guard(tensor: Tensor, editors: list[Any]) -> None:
     """Raise in a backward pass that starts after edits under activation checkpointing are gone."""
     if not tensor.requires_grad or tensor.is_leaf:
         return
 
     def check(grad: Tensor) -> None:  # noqa: ARG001 - torch's signature
-        gone = [listener for listener in fragile if not listener.will_run_again()]
+        gone = [listener for listener in editors if not listener.will_run_again()]
         if gone:
             raise GradientError(
                 f"{gone[0].hook.label} edited {gone[0].site.name!r} under activation "

@@ -1,4 +1,4 @@
-"""Skip a module: its hooks run, its forward does not, and a replacement is returned in its stead.
+"""Skip a module: its hooks run, its forward does not, and a replacement is returned instead.
 
 torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward. While
 someone may skip a module, a bypass sits in the module's own ``forward`` slot; calls from outside

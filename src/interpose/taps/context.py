@@ -25,18 +25,19 @@ R = TypeVar("R")
 class Frame:
     """One forward pass of one root module.
 
-    ``counts``: calls heard so far, by listener. ``fragile``: listeners whose edits a checkpoint
-    will have to repeat in the backward pass. ``depth``: calls of the root under way. ``fixed``:
-    tensors that nobody may write to any more, with their versions and sites.
+    ``counts``: calls heard so far, by listener. ``depth``: calls of the root under way.
+    ``edited_under_checkpoint``: listeners whose edits a checkpoint will have to repeat in the
+    backward pass. ``must_not_change``: tensors that nobody may write to any more, with their
+    versions and sites.
     """
 
-    __slots__ = ("counts", "depth", "fixed", "fragile")
+    __slots__ = ("counts", "depth", "edited_under_checkpoint", "must_not_change")
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
-        self.fragile: list[Any] = []
+        self.edited_under_checkpoint: list[Any] = []
         self.depth = 0
-        self.fixed: list[tuple[Any, int, str]] = []
+        self.must_not_change: list[tuple[Any, int, str]] = []
 
 
 class Context:

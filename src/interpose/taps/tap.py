@@ -87,7 +87,7 @@ class Call:
         if self.before:
             self.lent.append((old, new, new._version, watched))
         elif watched:
-            fixed = frame_of(self.root).fixed
+            fixed = frame_of(self.root).must_not_change
             fixed.append((old, old._version, watched))
             if self.shares_memory_with_inputs(old):
                 fixed.append((new, new._version, watched))
@@ -271,7 +271,7 @@ def _give_back(call: Call, lent: Sequence[Lent]) -> None:
     """If a module changed a replaced argument in place (ReLU(inplace=True)), change the original the same way."""
     for old, new, version, watched in reversed(lent):
         if watched:
-            frame_of(call.root).fixed.append((new, new._version, watched))
+            frame_of(call.root).must_not_change.append((new, new._version, watched))
         if new._version == version:
             continue
         old.copy_(new)
