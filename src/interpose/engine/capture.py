@@ -273,7 +273,8 @@ def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:
     """The other spellings of the kept tensors' names, for those that have any."""
     found: dict[str, str] = {}
     for one in kept:
-        site, tail, others = one.site, one.site.tail, tree.other_names(one.site.path)
+        site, tail = one.site, one.site.tail
+        others = tree.other_names(site.path) if tree.shares_modules else []
         if one.leaf == tail.leaf and not others:
             if site.canonical != one.name:
                 found.setdefault(site.canonical, one.name)

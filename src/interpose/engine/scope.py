@@ -191,13 +191,8 @@ class Scope:
         """Raise if a hook never ran."""
         for binding in self.bindings:
             for silent in binding.silent():
-                if (
-                    binding.direction == "bwd"
-                    and isinstance(silent, Watching)
-                    and silent.outlives_scope
-                ):
-                    if silent.attached:
-                        continue  # its backward pass is still to come
+                if isinstance(silent, Watching) and silent.outlives_scope and silent.attached:
+                    continue  # its backward pass is still to come
                 raise NeverFired(self._why(binding, silent))
 
     def _why(self, binding: Binding, silent: Listener) -> str:

@@ -167,6 +167,11 @@ class ModuleTree:
             first = self._first.get(id(module), path)
         return first
 
+    @property
+    def shares_modules(self) -> bool:
+        """Whether some module is in the tree several times."""
+        return bool(self._others)
+
     def other_names(self, path: str) -> list[str]:
         """More names of the module at a path, where it is in the tree several times."""
         return self._others.get(path, [])
