@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,6 +288,36 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
         "a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or "
         f"edit; got {item!r}"
     )
+
+
+def all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> list[Hook]:
+    """The hooks of a run, in order, from the three ways to give them."""
+    found = [as_hook(item) for item in (*_items(hooks), *_items(fwd_hooks))]
+    for item in _items(bwd_hooks):
+        hook = as_hook(item, "bwd")
+        if not isinstance(hook, FunctionHook):
+            raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}")
+        found.append(hook)
+    return found
+
+
+def _items(given: Any) -> Iterable[Any]:
+    """The hooks in a list, in a mapping from sites, or a single one that is not in a list."""
+    if isinstance(given, Mapping):
+        return given.items()
+    one_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[1])
+    if isinstance(given, Hook) or (one_pair and not isinstance(given[0], (tuple, Hook))):
+        return [given]
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return given
+    raise TypeError(f"hooks come in a list, such as [('fc1', fn)]; got {given!r}")
+
+
+def checked_direction(text: str) -> str:
+    """``fwd`` or ``bwd``, or an error."""
+    if text not in ("fwd", "bwd"):
+        raise ValueError(f"dir is 'fwd' or 'bwd'; got {text!r}")
+    return text
 
 
 def _label_of(function: Callable[..., Any]) -> str:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from interpose.engine.cache import Cache
 from interpose.engine.capture import CaptureRun, Cut, Index
 from interpose.engine.catalog import Sites
-from interpose.engine.hooks import FunctionHook, Hook, TorchHook, as_hook
-from interpose.engine.points import Handle, HookPoint
+from interpose.engine.hooks import Hook, TorchHook, all_hooks, as_hook, checked_direction
+from interpose.engine.points import Handle, HookDict
 from interpose.engine.probe import scan
 from interpose.engine.scope import Binding, Scope, bind, frames
-from interpose.errors import SiteNotFound, Unsupported
+from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree
 from interpose.taps import eager
 
@@ -157,7 +157,7 @@ class Model:
             check_finite: raise `NonFinite` when an edit makes NaN or Inf (this waits for the
                 device at each edit).
         """
-        return Scope(self, _all_hooks(hooks, fwd_hooks, bwd_hooks), check_finite=check_finite)
+        return Scope(self, all_hooks(hooks, fwd_hooks, bwd_hooks), check_finite=check_finite)
 
     def run_with_hooks(
         self,
@@ -170,7 +170,7 @@ class Model:
     ) -> Any:
         """Run the model once with hooks and return its output. Backward hooks fire in any later backward pass of it."""
         self._beware_of_typos(kwargs, ("fwd_hooks", "bwd_hooks", "hooks", "check_finite"))
-        everything = _all_hooks(hooks, fwd_hooks, bwd_hooks)
+        everything = all_hooks(hooks, fwd_hooks, bwd_hooks)
         with Scope(self, everything, check_finite=check_finite, single_run=True) as scope:
             return scope.forward(lambda: self(*args, **kwargs))
 
@@ -228,7 +228,7 @@ class Model:
         run = CaptureRun(
             self,
             names_filter,
-            _all_hooks(hooks, fwd_hooks, bwd_hooks),
+            all_hooks(hooks, fwd_hooks, bwd_hooks),
             cut=cut,
             gradients=bool(incl_bwd),
             stop=stop,
@@ -248,7 +248,7 @@ class Model:
 
     def register(self, hook: HookItem, *, dir: str = "fwd") -> Handle:  # noqa: A002 - TransformerLens's word
         """Put a hook on the model for good; the handle switches it off, on, or removes it."""
-        return self._add(as_hook(hook, _direction(dir)))
+        return self._add(as_hook(hook, checked_direction(dir)))
 
     def add_hook(
         self,
@@ -269,7 +269,7 @@ class Model:
             level: a number to remove it by.
             prepend: run before the hooks that are there already.
         """
-        made = as_hook((name, hook), _direction(dir))
+        made = as_hook((name, hook), checked_direction(dir))
         return self._add(made, is_permanent=is_permanent, level=level, prepend=prepend)
 
     def add_perma_hook(self, name: Filter, hook: Callable[..., Any], dir: str = "fwd") -> Handle:  # noqa: A002
@@ -382,63 +382,11 @@ class Model:
         return f"Model({self.tree.label}, {count} modules{own}; see model.sites)"
 
 
-class HookDict(Mapping[str, HookPoint]):
-    """Hook points by site name; lists the canonical names, takes any."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def __getitem__(self, name: str) -> HookPoint:
-        site = self._model.tree.site(name)
-        return HookPoint(self._model, name, site.canonical, site.module)
-
-    def __contains__(self, name: object) -> bool:
-        try:
-            self._model.tree.site(str(name))
-        except SiteNotFound:
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return (site.name for site, _ in self._model.tree.select(None))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> Sequence[Hook]:
-    found = [as_hook(item) for item in (*_items(hooks), *_items(fwd_hooks))]
-    for item in _items(bwd_hooks):
-        hook = as_hook(item, "bwd")
-        if not isinstance(hook, FunctionHook):
-            raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}")
-        found.append(hook)
-    return found
-
-
-def _items(given: Any) -> Iterable[Any]:
-    """The hooks in a list, in a mapping from sites, or a single one that is not in a list."""
-    if isinstance(given, Mapping):
-        return given.items()
-    one_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[1])
-    if isinstance(given, Hook) or (one_pair and not isinstance(given[0], (tuple, Hook))):
-        return [given]
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return given
-    raise TypeError(f"hooks come in a list, such as [('fc1', fn)]; got {given!r}")
-
-
 _RUN_WITH_CACHE = [
     parameter.name
     for parameter in inspect.signature(Model.run_with_cache).parameters.values()
     if parameter.kind is parameter.KEYWORD_ONLY
 ]
-
-
-def _direction(text: str) -> str:
-    if text not in ("fwd", "bwd"):
-        raise ValueError(f"dir is 'fwd' or 'bwd'; got {text!r}")
-    return text
 
 
 def _fired(bindings: list[Binding]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from interpose.engine.hooks import Hook
+from interpose.errors import SiteNotFound
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -106,6 +107,30 @@ class HookPoint:
 
     def __repr__(self) -> str:
         return f"HookPoint({self.name!r}, {len(self.fwd_hooks)} fwd, {len(self.bwd_hooks)} bwd)"
+
+
+class HookDict(Mapping[str, HookPoint]):
+    """Hook points by site name; lists the canonical names, takes any."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __getitem__(self, name: str) -> HookPoint:
+        site = self._model.tree.site(name)
+        return HookPoint(self._model, name, site.canonical, site.module)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._model.tree.site(str(name))
+        except SiteNotFound:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return (site.name for site, _ in self._model.tree.select(None))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Handle:
