@@ -303,6 +303,8 @@ def all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> list[Hook]:
 
 def _items(given: Any) -> Iterable[Any]:
     """The hooks in a list, in a mapping from sites, or a single one that is not in a list."""
+    if type(given) is list or given == ():
+        return given  # type: ignore[no-any-return]
     if isinstance(given, Mapping):
         return given.items()
     one_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[1])
