@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import interpose as ip
+from interpose.taps import tap
 from interpose.taps.context import current
 from tests.leftovers import hooks_on, same_state, state_of
 
@@ -361,3 +363,34 @@ def test_calls_are_counted_from_zero_after_a_forward_that_raised(net: Net, x: Te
         net.fails = False
         model(x)
     assert calls == [0, 0, 0]
+
+
+class Interrupted(nn.Module):
+    """Writes to its argument in place, and may raise after that."""
+
+    fails = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        if self.fails:
+            raise ValueError("interrupted")
+        return x
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_call_that_raised_writes_to_nobodys_tensors_later(lasting: bool) -> None:
+    net = nn.Sequential(Interrupted())
+    model, first, second = ip.wrap(net), torch.ones(3), torch.ones(3)
+    edit = ("0.input", lambda value, hook: value + 1)
+    scope = model.hooks([edit]) if not lasting else contextlib.nullcontext()
+    handle = model.add_hook(*edit) if lasting else None
+    with scope:
+        with pytest.raises(ValueError, match="interrupted"):
+            model(first)
+        net[0].fails = False
+        assert torch.equal(model(second), torch.full((3,), 4.0))
+    if handle is not None:
+        handle.remove()
+    assert torch.equal(first, torch.ones(3))
+    assert torch.equal(second, torch.full((3,), 4.0))
+    assert vars(tap._LENT) == {}

@@ -6,6 +6,7 @@ is enabled, how to call it with a value or a gradient, and what errors call it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -279,7 +280,7 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
     if isinstance(item, tuple) and len(item) == 2:
         sites, what = item
         if isinstance(what, TorchHook):
-            moved = TorchHook(what.function, before=what.before, with_kwargs=what.with_kwargs)
+            moved = copy.copy(what)
             vars(moved)["sites"] = sites
             return moved
         if callable(what) and not isinstance(what, (Hook, str, Site)):

@@ -30,6 +30,7 @@ from interpose.taps.tap import (
     BEFORE_READ,
     Call,
     Tap,
+    forget_lent,
     listen,
     unlisten,
 )
@@ -165,6 +166,11 @@ class GiveBack(Listener):
 
     def on(self, call: Call) -> None:
         """Nothing: `Tap` does it."""
+
+    def remove(self) -> None:
+        """Also forget what a call that raised left behind."""
+        super().remove()
+        forget_lent(self.site.module)
 
 
 class Sink(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from interpose.engine.hooks import Engine
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
-from interpose.sites.grammar import Tail
+from interpose.sites.grammar import OUTPUT, Tail
 from interpose.sites.tree import Site
 from interpose.taps import values
 
@@ -73,9 +73,8 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     scope = Scope(model)
     binding = Binding(Engine("the scan"), "fwd")
     for path, module in model.tree.modules():
-        for tail in (Tail(port="input"), Tail()):
-            name = model.tree.spell(path, tail)
-            site = Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
+        for tail in (Tail(port="input"), OUTPUT):
+            site = model.tree.place(path, module, tail)
             binding.listeners.append(Capturing(model, site, scope, outright=False, sink=_Shapes()))
     scope.bindings.append(binding)
     model._seen.clear()

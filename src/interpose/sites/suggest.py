@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from interpose.sites.grammar import OUTPUT
+
 if TYPE_CHECKING:
     from interpose.sites.tree import ModuleTree
 
@@ -40,7 +42,7 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
 
 def explain_nothing(tree: ModuleTree, asked: object) -> str:
     """The text of `NothingMatched`."""
-    names = [tree.output_name(path) for path, _ in tree.modules()]
+    names = [tree.spell(path, OUTPUT) for path, _ in tree.modules()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     if isinstance(asked, str):
         what = f"the glob {asked!r}"

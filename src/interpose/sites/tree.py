@@ -199,14 +199,14 @@ class ModuleTree:
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means, each with whether it was named outright (rather than by a pattern)."""
         if wanted is None:
-            return [(self._output(path, module), False) for path, module in self.modules()]
+            return [(self.place(path, module), False) for path, module in self.modules()]
         if isinstance(wanted, Site):
             return [(wanted, True)]
         if isinstance(wanted, nn.Module):
             inner = _unwrapped(wanted)
             for path, module in self.modules():
                 if module is inner:
-                    return [(self._output(path, module), True)]
+                    return [(self.place(path, module), True)]
             raise SiteNotFound(f"this {type(wanted).__name__} is no part of {self.label}.")
         if isinstance(wanted, str):
             if not is_glob(wanted) or self.walk(wanted)[2] == "":
@@ -236,10 +236,8 @@ class ModuleTree:
             f"of these; got {type(wanted).__name__}: {wanted!r}"
         )
 
-    def _output(self, path: str, module: nn.Module) -> Site:
-        return self._site(path, module, OUTPUT)
-
-    def _site(self, path: str, module: nn.Module, tail: Tail) -> Site:
+    def place(self, path: str, module: nn.Module, tail: Tail = OUTPUT) -> Site:
+        """The site of a module that is known already, by its canonical name."""
         name = self.spell(path, tail)
         return Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
 
@@ -247,7 +245,7 @@ class ModuleTree:
         regex = compile_glob(pattern)
         hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
         if hits:
-            return [self._output(path, module) for path, module in hits]
+            return [self.place(path, module) for path, module in hits]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
         cut = re.search(r"(#\d+)?(\.(input|output)([.\[].*)?)?$|#\d+.*$|\[.*$", pattern)
         tail = parse_tail(pattern[cut.start() :]) if cut is not None and cut.group() else None
@@ -256,16 +254,16 @@ class ModuleTree:
             hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
         if not hits or tail is None:
             raise NothingMatched(explain_nothing(self, pattern))
-        return [self._site(path, module, tail) for path, module in hits]
+        return [self.place(path, module, tail) for path, module in hits]
 
     def _matching(self, accepts: Callable[[str], bool], asked: object) -> list[Site]:
-        outputs = [self._output(path, module) for path, module in self.modules()]
+        outputs = [self.place(path, module) for path, module in self.modules()]
         hits = [site for site in outputs if accepts(site.name)]
         if hits:
             return hits
         # Inputs repeat what came before them, so a filter reaches them only if it accepts no
         # output.
-        inputs = [self._site(path, module, Tail(port="input")) for path, module in self.modules()]
+        inputs = [self.place(path, module, Tail(port="input")) for path, module in self.modules()]
         hits = [site for site in inputs if accepts(site.name)]
         if not hits:
             raise NothingMatched(explain_nothing(self, asked))
@@ -280,10 +278,6 @@ class ModuleTree:
     def children(module: nn.Module) -> dict[str, nn.Module | None]:
         """A module's parts by name."""
         return children_of(module)
-
-    def output_name(self, path: str) -> str:
-        """The canonical name of a module's output."""
-        return self.spell(path, OUTPUT)
 
 
 def _spelled(path: str, tail: Tail, module: nn.Module) -> str:

@@ -149,7 +149,7 @@ class Tap:
             quick = self.listeners[0].quick
             if quick is not None and self.listeners[0].scope in here.scopes and quick(rest[-1]):
                 return None
-        anyone = again and in_autograd_thread() and self._may_not_know_whose()
+        anyone = again and in_autograd_thread() and self._has_one_owner()
         call = None
         for listener in self.listeners:
             if not (anyone or is_heard(listener.scope, here)):
@@ -184,6 +184,8 @@ class Tap:
                 "own. Use DistributedDataParallel, or wrap the module before replicating it."
             )
         given = (args, rest[0])
+        if self.before:
+            _forget_stale(module, given)
         value = named_arguments(module, *given) if self.before else rest[1]
         call = Call(module, value, given, before=self.before, recomputed=again, root=root)
         if self.phase == AFTER_EDIT:
@@ -192,8 +194,8 @@ class Tap:
                 _give_back(call, lent)
         return call
 
-    def _may_not_know_whose(self) -> bool:
-        """Autograd's threads cannot tell whose call it is: fine while all scopes here are nested in one another."""
+    def _has_one_owner(self) -> bool:
+        """Autograd's threads cannot tell whose call it is: fine if all scopes here are nested in one another."""
         scopes: dict[int, Any] = {
             id(x.scope): x.scope for x in self.listeners if x.scope is not None
         }
@@ -265,6 +267,20 @@ def unlisten(listener: Listener) -> None:
             tap.listeners = ()
             if tap.handle is not None:
                 tap.handle.remove()
+
+
+def forget_lent(module: nn.Module) -> None:
+    """Drop what a call that never came to its end has left in this thread."""
+    vars(_LENT).pop(str(id(module)), None)
+
+
+def _forget_stale(module: nn.Module, given: Any) -> None:
+    """At a new call: what an earlier phase of it lent is among its arguments, anything else is old."""
+    lent = vars(_LENT).get(str(id(module)))
+    if lent is not None:
+        tensors = [tensor for _, tensor in values.leaves(given)]
+        if not any(new is tensor for _, new, _, _ in lent for tensor in tensors):
+            forget_lent(module)
 
 
 def _give_back(call: Call, lent: Sequence[Lent]) -> None:
