@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench zoo clean
 
 # One stamp per set of dependencies: a second call finds it and starts at once.
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -33,6 +33,11 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/transformers_cost.py
+
+# Every model type of transformers, as docs/models.md has it: minutes.
+zoo: $(VENV)/.dev
+	$(BIN)/python scripts/models_page.py --check
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

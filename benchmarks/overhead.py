@@ -20,7 +20,7 @@ import interpose as ip
 
 
 def cases(module: torch.nn.Module, ids: torch.Tensor) -> dict[str, Callable[[], object]]:
-    model = ip.wrap(module)
+    model = ip.Model(module)  # the engine alone, with module paths
     blocks = [f"transformer.h.{i}" for i in range(12)]
 
     def by_hand() -> object:

@@ -365,7 +365,7 @@ def test_nothing_changes_when(case, dtype, way):
 
             module, args, kwargs = fresh(case, dtype)
             tables = hook_tables(module)
-            got = way(ip.wrap(module), args, kwargs)
+            got = way(ip.Model(module), args, kwargs)
 
         assert torch.equal(torch.get_rng_state(), state)
         assert_same(got, expected)
@@ -384,7 +384,7 @@ def test_reading_outputs_gives_what_torch_hooks_see(case, dtype):
     skip_if_torch_cannot(case, dtype)
     records = raw_reads(case, dtype)
     module, args, kwargs = fresh(case, dtype)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     _, cache = model.run_with_cache(*args, **kwargs)
     assert_same(list(cache.values()), [record.tensor for record in records])
     for key, record in zip(cache, records):
@@ -397,7 +397,7 @@ def test_every_call_and_element_has_the_name_the_grammar_gives_it(case, dtype):
     skip_if_torch_cannot(case, dtype)
     records = raw_reads(case, dtype)
     module, args, kwargs = fresh(case, dtype)
-    _, cache = ip.wrap(module).run_with_cache(*args, **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, **kwargs)
     by_name: dict[str, list[Tensor]] = {}
     for record in records:
         by_name.setdefault(name_of(record, module), []).append(record.tensor)
@@ -419,7 +419,7 @@ def test_reading_inputs_gives_what_torch_pre_hooks_see(case, dtype):
     skip_if_torch_cannot(case, dtype)
     records = read_inputs(case, dtype)
     module, args, kwargs = fresh(case, dtype)
-    _, cache = ip.wrap(module).run_with_cache(*args, names_filter=every_input(module), **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, names_filter=every_input(module), **kwargs)
     assert_same(list(cache.values()), [record.tensor for record in records])
 
 
@@ -472,7 +472,7 @@ def test_edits_by_return_and_in_place_are_the_same_and_equal_a_torch_hook(case, 
     untouched = bare(*args, **kwargs)
     records = raw_reads(case, dtype)
     module, args, kwargs = fresh(case, dtype)
-    _, cache = ip.wrap(module).run_with_cache(*args, **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, **kwargs)
     effects = []
     for site, record in zip(cache, records, strict=True):
         if not may_be_edited(case, record.tensor):
@@ -493,7 +493,7 @@ def test_edits_of_inputs_by_return_and_in_place_are_the_same(case, dtype):
     untouched = bare(*args, **kwargs)
     module, args, kwargs = fresh(case, dtype)
     records = read_inputs(case, dtype)
-    _, cache = ip.wrap(module).run_with_cache(*args, names_filter=every_input(module), **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, names_filter=every_input(module), **kwargs)
     effects = []
     for site, record in zip(cache, records, strict=True):
         if not may_be_edited(case, record.tensor):
@@ -508,7 +508,7 @@ def test_edits_of_inputs_by_return_and_in_place_are_the_same(case, dtype):
 
 def run_edited(case: Case, dtype: torch.dtype, site: str, edit: Callable[..., Any]) -> Any:
     module, args, kwargs = fresh(case, dtype)
-    return ip.wrap(module).run_with_hooks(*args, fwd_hooks=[(site, edit)], **kwargs)
+    return ip.Model(module).run_with_hooks(*args, fwd_hooks=[(site, edit)], **kwargs)
 
 
 # Gradients.
@@ -523,9 +523,9 @@ def test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place(case, dtype
     module, args, kwargs = fresh(case, dtype, frozen=frozen)
     if case.name in WRITES_LATER:
         with pytest.raises(ip.GradientError, match="has no gradient of its own"):
-            ip.wrap(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
+            ip.Model(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
         return
-    _, cache = ip.wrap(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, incl_bwd=loss_of, **kwargs)
     assert all(parameter.grad is None for parameter in module.parameters())
     names = [name for name in cache if not name.endswith("_grad")]
     checked = 0
@@ -547,13 +547,13 @@ def test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place(case, dtype
 def test_the_gradient_of_a_site_asked_for_alone_is_the_same(case, frozen):
     dtype = torch.float32
     module, args, kwargs = fresh(case, dtype)
-    _, cache = ip.wrap(module).run_with_cache(*args, **kwargs)
+    _, cache = ip.Model(module).run_with_cache(*args, **kwargs)
     for name, record in zip(cache, raw_reads(case, dtype), strict=True):
         if not (record.tensor.is_floating_point() or record.tensor.is_complex()):
             continue
         expected = raw_gradient(case, dtype, record, frozen=frozen)
         module, args, kwargs = fresh(case, dtype, frozen=frozen)
-        run = functools.partial(ip.wrap(module).run_with_cache, *args, **kwargs)
+        run = functools.partial(ip.Model(module).run_with_cache, *args, **kwargs)
         if case.name in WRITES_LATER:
             # A refusal is right, a wrong number is not.
             with contextlib.suppress(ip.GradientError, ip.NeverFired):
@@ -626,7 +626,7 @@ def test_trap_01_full_backward_hooks_break_on_in_place_operations(x):
     with pytest.raises(RuntimeError, match="BackwardHookFunction"):
         module(x)
     handle.remove()
-    _, cache = ip.wrap(module).run_with_cache(x, names_filter="fc1", incl_bwd=loss_of)
+    _, cache = ip.Model(module).run_with_cache(x, names_filter="fc1", incl_bwd=loss_of)
     assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
 
 
@@ -641,7 +641,7 @@ def test_trap_02_full_backward_hooks_see_no_gradient_of_keyword_arguments(x):
     handle.remove()
     assert seen == [()]
     inputs = ["inner.input.hidden", "inner.input.scale"]
-    _, cache = ip.wrap(module).run_with_cache(
+    _, cache = ip.Model(module).run_with_cache(
         hidden=x, scale=scale, names_filter=inputs, incl_bwd=loss_of
     )
     assert_same(cache.grad["inner.input.hidden"], x.grad)
@@ -659,7 +659,7 @@ def test_trap_03_full_backward_hooks_never_fire_on_dictionaries_and_dataclasses(
         loss_of(module(x)).backward()
     handle.remove()
     assert not seen
-    _, cache = ip.wrap(module).run_with_cache(x, names_filter="**", incl_bwd=loss_of)
+    _, cache = ip.Model(module).run_with_cache(x, names_filter="**", incl_bwd=loss_of)
     grads = [name for name in cache.grad if name.startswith("body.output")]
     assert len(grads) >= 2
     assert all(cache.grad[name].abs().sum() > 0 for name in grads)
@@ -671,7 +671,7 @@ def test_trap_04_a_full_backward_hook_that_does_nothing_makes_another_tensor(x):
     handle = module.register_full_backward_hook(lambda *_: None)
     assert module(x) is not x
     handle.remove()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     out, _ = model.run_with_cache(x)
     assert out is x
     assert model.run_with_hooks(x, hooks=[("output", lambda value, hook: None)]) is x
@@ -688,12 +688,12 @@ def test_trap_05_a_tensor_hook_belongs_to_the_value_before_a_later_in_place_chan
     assert value.grad.tolist() == [1.0, 1.0]
 
     module = CASES["inplace_arithmetic"].module(torch.float32)
-    _, cache = ip.wrap(module).run_with_cache(x, incl_bwd=loss_of)
+    _, cache = ip.Model(module).run_with_cache(x, incl_bwd=loss_of)
     assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
 
     # An edit in place: the gradient is that of the value after it, which is what the cache shows.
     edit = [("fc1", lambda value, hook: value.mul_(5))]
-    _, cache = ip.wrap(module).run_with_cache(x, fwd_hooks=edit, incl_bwd=loss_of)
+    _, cache = ip.Model(module).run_with_cache(x, fwd_hooks=edit, incl_bwd=loss_of)
     handle = module.fc1.register_forward_hook(lambda _, args, out: out * 5)
     assert_same(cache.grad["fc1"], leaf_gradient(module, "fc1", x))
     handle.remove()
@@ -706,7 +706,7 @@ def test_trap_06_a_later_in_place_operation_overwrites_what_a_hook_kept(x):
     module(x)
     handle.remove()
     assert kept["fc1"].min() == 0
-    model = ip.wrap(module)
+    model = ip.Model(module)
     _, cache = model.run_with_cache(x)
     assert_same(cache["fc1"], module.fc1(x).detach())
     assert cache["fc1"].min() < 0
@@ -721,7 +721,7 @@ def test_trap_07_an_in_place_edit_breaks_the_backward_pass_of_what_was_saved(x):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         module(x).sum().backward()
     handle.remove()
-    ip.wrap(module).run_with_hooks(
+    ip.Model(module).run_with_hooks(
         x, fwd_hooks=[("act", lambda value, hook: value.mul_(2))]
     ).sum().backward()
     got = module.fc1.weight.grad.clone()
@@ -742,7 +742,7 @@ def test_trap_08_a_dictionary_keeps_only_the_last_of_several_calls():
     for handle in handles:
         handle.remove()
     assert torch.equal(kept["cell"], every[-1])
-    _, cache = ip.wrap(module).run_with_cache(*args)
+    _, cache = ip.Model(module).run_with_cache(*args)
     assert_same(cache.calls("cell"), every)
     assert_same([cache[f"cell#{i}"] for i in range(3)], every)
     with pytest.raises(
@@ -770,7 +770,7 @@ def test_trap_09_modules_that_are_used_without_being_called(name, x):
     module.get_submodule(name).register_forward_hook(lambda *_: fired.append(1))
     module(x)
     assert not fired
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with pytest.raises(
         ip.NeverFired, match=f"'{name}' never fired: .* was not called in 1 forward"
     ):
@@ -782,7 +782,7 @@ def test_trap_09_modules_that_are_used_without_being_called(name, x):
 
 def test_trap_09_children_that_are_torchscript(x):
     module = Net(torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x))
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with pytest.raises(ip.Unsupported, match="TorchScript"):
         model.run_with_hooks(x, fwd_hooks=[("act", double)])
     with pytest.raises(ip.SiteNotFound, match="'act' is a TopLevelTracedModule with no parts"):
@@ -805,7 +805,7 @@ IDS = torch.tensor([[1, 5, 2, 7, 3]], device=torch.get_default_device())
 @pytest.mark.parametrize("name", ["transformer.h.0.attn.attn_dropout", "transformer.h"])
 def test_trap_10_transformers_has_modules_that_never_run(name):
     module = gpt2()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with pytest.raises(ip.NeverFired, match=name):
         model.run_with_cache(IDS, names_filter=name)
     sites = model.scan(IDS)
@@ -823,7 +823,7 @@ def test_trap_11_inputs_that_come_by_keyword():
     norm.register_forward_hook(lambda _, args, out: normed.append(out.detach().clone()))
     expected = module(IDS).logits
     assert seen == [()]
-    model = ip.wrap(module)
+    model = ip.Model(module)
     name = f"{layer}.input.hidden_states"
     out, cache = model.run_with_cache(IDS, names_filter=name)
     assert_same(cache[name], normed[0])
@@ -847,7 +847,7 @@ def test_trap_12_a_tuple_here_and_a_tensor_there():
     assert isinstance(attn, tuple)
     assert attn[1] is None
     assert block[0].shape == (5, 8)  # out[0] of a tensor is its first row
-    model = ip.wrap(module)
+    model = ip.Model(module)
     _, cache = model.run_with_cache(IDS, names_filter=list(kinds))
     assert_same(cache["model.layers.0.self_attn"], attn[0].detach())
     assert_same(cache["model.layers.0"], block.detach())
@@ -863,7 +863,7 @@ def test_trap_13_an_edit_of_the_wrong_kind_fails_where_it_is(x):
         module(x)
     assert "fc1" not in str(raised.value)
     handle.remove()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     wrong = {
         "returned a tuple": lambda value, hook: (value, None),
         r"returned shape \(3, 2\); the model needs \(3, 4\)": lambda value, hook: value[:, :2],
@@ -913,7 +913,7 @@ def test_trap_14_hooks_added_after_compilation_are_ignored(x, compilations):
     handle = module.fc1.register_forward_hook(lambda _, args, out: out * 2)
     assert_same(compiled(x), expected)  # the trap
     handle.remove()
-    model = ip.wrap(compiled)
+    model = ip.Model(compiled)
     _, cache = model.run_with_cache(x)
     assert_same(cache["fc1"], module.fc1(x).detach())
     changed = module.fc2(module.act(module.fc1(x) * 2))
@@ -928,7 +928,7 @@ def test_trap_15_hooked_runs_of_compiled_code_compile_nothing(x, fullgraph, comp
     compiled = torch.compile(module, backend=counting(compilations), fullgraph=fullgraph)
     compiled(x)
     before = len(compilations)
-    model = ip.wrap(compiled)
+    model = ip.Model(compiled)
     for _ in range(3):
         assert differs(model.run_with_hooks(x, fwd_hooks=[("act", double)]), module(x))
         compiled(x)
@@ -939,7 +939,7 @@ def test_trap_15_hooked_runs_of_compiled_code_compile_nothing(x, fullgraph, comp
 def test_trap_16_hooks_that_were_there_before_compilation_fire(x, compilations):
     module = Net()
     bare = module(x)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     fired = []
     handle = model.add_hook("fc1", lambda value, hook: fired.append(1) or value * 2)
     compiled = torch.compile(module, backend=counting(compilations))
@@ -967,7 +967,7 @@ def test_trap_17_hooks_that_cannot_be_compiled_work_with_fullgraph(x, compilatio
     torch._dynamo.reset()
     compiled = torch.compile(module, backend=counting(compilations), fullgraph=True)
     compiled(x)
-    got = ip.wrap(compiled).run_with_hooks(x, fwd_hooks=[("fc1", lambda value, hook: edit(value))])
+    got = ip.Model(compiled).run_with_hooks(x, fwd_hooks=[("fc1", lambda value, hook: edit(value))])
     assert_same(got, module.fc2(module.act(module.fc1(x) * 2)))
 
 
@@ -980,7 +980,7 @@ def test_trap_18_wrappers_that_add_prefixes_to_names(x, compilations):
 
     compiled = torch.compile(bare, backend=counting(compilations))
     assert [name for name, _ in compiled.named_modules() if name][1] == "_orig_mod.fc1"
-    model = ip.wrap(compiled)
+    model = ip.Model(compiled)
     assert set(model.sites) == plain
     _, cache = model.run_with_cache(x, names_filter=["_orig_mod.fc1"])
     assert_same(cache["fc1"], cache["_orig_mod.fc1"])
@@ -988,8 +988,8 @@ def test_trap_18_wrappers_that_add_prefixes_to_names(x, compilations):
     module = copy.deepcopy(bare)
     module.act = checkpoint_wrapper(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
     assert "act._checkpoint_wrapped_module.1" in dict(module.named_modules())
-    assert set(ip.wrap(module).sites) == plain | {"act.0", "act.1"}
-    _, cache = ip.wrap(module).run_with_cache(x, names_filter="act._checkpoint_wrapped_module.1")
+    assert set(ip.Model(module).sites) == plain | {"act.0", "act.1"}
+    _, cache = ip.Model(module).run_with_cache(x, names_filter="act._checkpoint_wrapped_module.1")
     assert_same(cache["act.1"], module.act(module.fc1(x)).detach())
 
 
@@ -997,7 +997,7 @@ def test_trap_18_distributed_wrappers_add_prefixes_to_names(x, one_process):
     module = Net()
     wrapped = nn.parallel.DistributedDataParallel(module)
     assert "module.fc1" in dict(wrapped.named_modules())
-    model = ip.wrap(wrapped)
+    model = ip.Model(wrapped)
     assert set(model.sites) == {"output", "fc1", "act", "fc2"}
     for name in ("fc1", "module.fc1"):
         out, cache = model.run_with_cache(x, names_filter=name)
@@ -1029,7 +1029,7 @@ def test_trap_19_hooks_fire_while_a_compiled_model_generates(compilations):
     module = gpt2()
     expected = generate(module)
     eager = []
-    with ip.wrap(module).hooks([("transformer.h.1", lambda value, hook: eager.append(value))]):
+    with ip.Model(module).hooks([("transformer.h.1", lambda value, hook: eager.append(value))]):
         generate(module)
     module.forward = torch.compile(module.forward, backend=counting(compilations), dynamic=True)
     assert torch.equal(generate(module), expected)
@@ -1040,7 +1040,7 @@ def test_trap_19_hooks_fire_while_a_compiled_model_generates(compilations):
     handle.remove()
     assert not raw  # the trap
     seen = []
-    with ip.wrap(module).hooks([("transformer.h.1", lambda value, hook: seen.append(value))]):
+    with ip.Model(module).hooks([("transformer.h.1", lambda value, hook: seen.append(value))]):
         assert torch.equal(generate(module), expected)
     assert_same(seen, eager)
     assert torch.equal(generate(module), expected)
@@ -1055,7 +1055,7 @@ def test_trap_20_generation_shows_the_prompt_once_and_then_single_positions(beam
     expected = generate(module, num_beams=beams)
     handle.remove()
     hooks = [("transformer.h.0", lambda value, hook: shapes.append(value.shape))]
-    with ip.wrap(module).hooks(hooks):
+    with ip.Model(module).hooks(hooks):
         got = generate(module, num_beams=beams)
     assert torch.equal(got, expected)
     assert [tuple(shape) for shape in shapes] == [(beams, 5, 8)] + [(beams, 1, 8)] * 3
@@ -1065,7 +1065,7 @@ def test_trap_20_generation_shows_the_prompt_once_and_then_single_positions(beam
 def test_trap_20_edits_reach_every_step_of_a_generation():
     module = gpt2()
     bias = 100 * torch.nn.functional.one_hot(torch.tensor(6), 11)
-    with ip.wrap(module).hooks([("lm_head", lambda value, hook: value + bias)]):
+    with ip.Model(module).hooks([("lm_head", lambda value, hook: value + bias)]):
         got = generate(module)
     assert got[0].tolist() == [*IDS[0].tolist(), 6, 6, 6, 6]
     assert generate(module)[0].tolist() != got[0].tolist()
@@ -1073,7 +1073,7 @@ def test_trap_20_edits_reach_every_step_of_a_generation():
 
 def test_trap_21_generation_has_no_gradients_and_the_error_says_so():
     module = gpt2()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     hooks = model.hooks(bwd_hooks=[("transformer.h.0", lambda grad, hook: None)])
     with pytest.raises(ip.NeverFired, match=r"gradients are off here \(torch.no_grad"), hooks:
         generate(module)
@@ -1089,7 +1089,7 @@ def test_trap_22_values_from_inference_mode_cannot_be_used_for_gradients(x):
     handle.remove()
     with pytest.raises(RuntimeError, match="inference"):
         kept[0].requires_grad_()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with torch.inference_mode():
         out, cache = model.run_with_cache(x)
         edits = [
@@ -1139,7 +1139,7 @@ def test_trap_23_checkpointing_runs_the_forward_pass_again(x, reentrant):
     def triple(value: Tensor, hook: ip.HookPoint) -> Tensor:
         return value * 3.0
 
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with model.hooks([("block.act", triple)]):
         module(x).sum().backward()
     assert_same(module.block.fc2.weight.grad, right)
@@ -1159,7 +1159,7 @@ def test_trap_24_hooks_left_behind_by_exceptions_copies_and_pickles(x):
     def fails(value: Tensor, hook: ip.HookPoint) -> None:
         raise ZeroDivisionError("on purpose")
 
-    model = ip.wrap(module)
+    model = ip.Model(module)
     with pytest.raises(ZeroDivisionError, match="on purpose") as raised:
         model.run_with_hooks(x, fwd_hooks=[("fc1", double), ("act", fails), ("fc2", double)])
     assert "at site 'act'" in raised.value.__notes__[0]
@@ -1211,7 +1211,7 @@ def test_trap_25_early_exit_through_code_that_catches_exceptions(x):
     module(x)
     assert reached  # the trap
     handle.remove()
-    model = ip.wrap(module)
+    model = ip.Model(module)
     model.scan(x)
     reached.clear()
     out, cache = model.run_with_cache(x, names_filter="fc1", stop=True)
@@ -1237,7 +1237,7 @@ def test_trap_26_forward_passes_of_other_threads(x):
     elsewhere()
     handle.remove()
     assert raw  # the trap
-    with ip.wrap(module).hooks([("fc1", lambda value, hook: fired.append(1) or value * 2)]):
+    with ip.Model(module).hooks([("fc1", lambda value, hook: fired.append(1) or value * 2)]):
         elsewhere()
         assert not fired
         module(x)
@@ -1256,9 +1256,9 @@ def data_parallel(module: nn.Module) -> nn.Module:
 def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
     module = Net()
     with pytest.raises(ip.Unsupported, match=r"(?s)nn.DataParallel .*data_parallel.module"):
-        ip.wrap(data_parallel(module))
+        ip.Model(data_parallel(module))
     with pytest.raises(ip.Unsupported, match=r"nn.DataParallel"):
-        ip.wrap(nn.Sequential(data_parallel(module)))
+        ip.Model(nn.Sequential(data_parallel(module)))
     replica = module._replicate_for_data_parallel()
     assert replica._forward_hooks is not None
     raw = []
@@ -1266,7 +1266,7 @@ def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
     module._replicate_for_data_parallel()(x)
     assert raw  # the trap
     handle.remove()
-    hooks = ip.wrap(module).hooks([("output", double)])
+    hooks = ip.Model(module).hooks([("output", double)])
     with pytest.raises(ip.Unsupported, match=r"inside nn.DataParallel"), hooks:
         module._replicate_for_data_parallel()(x)
 
@@ -1289,7 +1289,7 @@ def test_trap_28_sharded_values_are_refused(x, one_process):
     assert isinstance(raw[0], DTensor)  # the trap: one shard of the value
     module.act = Whole()
     assert_same(module(x), expected)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     for run in (
         lambda: model.run_with_hooks(x, fwd_hooks=[("fc1", double)]),
         lambda: model.run_with_cache(x, names_filter="fc1"),
@@ -1314,7 +1314,7 @@ def test_trap_29_values_inside_vmap_mean_nothing_outside(x):
     assert torch._C._functorch.is_batchedtensor(raw[0])
     assert len(raw) == 1
     assert raw[0].shape == (4,)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     hooks = model.hooks([("fc1", double)])
     with pytest.raises(ip.Unsupported, match=r"'fc1' was reached inside torch.func"), hooks:
         torch.vmap(module)(x)
@@ -1325,7 +1325,7 @@ def test_trap_30_under_autocast_input_and_output_have_different_dtypes(x):
     module = Net()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = module(x)
-        model = ip.wrap(module)
+        model = ip.Model(module)
         out, cache = model.run_with_cache(x, names_filter=["fc1", "fc1.input"])
         wide = model.run_with_hooks(x, fwd_hooks=[("fc1", lambda v, hook: v.float() * 1.5 + 0.25)])
         raw = module.fc1.register_forward_hook(
@@ -1342,7 +1342,7 @@ def test_trap_30_under_autocast_input_and_output_have_different_dtypes(x):
 def test_trap_31_torchscript_is_refused(x):
     for scripted in (torch.jit.script(Net()), torch.jit.trace(Net(), x)):
         with pytest.raises(ip.Unsupported, match=r"TorchScript.*\n?.*before torch.jit.script"):
-            ip.wrap(scripted)
+            ip.Model(scripted)
 
 
 @COMPILING
@@ -1353,7 +1353,7 @@ def test_trap_31_exporting_inside_a_scope_is_refused(x):
     baked = torch.export.export(module, (x,), strict=False)
     handle.remove()
     assert differs(baked.module()(x), expected)  # the trap
-    hooks = ip.wrap(module).hooks([("fc1", double)])
+    hooks = ip.Model(module).hooks([("fc1", double)])
     with pytest.raises(ip.InterposeError, match="export"), hooks:
         torch.export.export(module, (x,), strict=False)
     assert_same(module(x), expected)
@@ -1361,7 +1361,7 @@ def test_trap_31_exporting_inside_a_scope_is_refused(x):
 
 def test_trap_32_one_module_under_two_names(x):
     module = CASES["shared_module"].module(torch.float32)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     assert list(model.sites) == ["output", "first", "act"]
     assert model.sites["second"].canonical == "first"
     assert model.sites["first"].aliases == ("second",)
@@ -1388,7 +1388,7 @@ def test_trap_33_forwards_and_hooks_that_others_put_on_the_module(x):
         lambda _, args, out: order.append("foreign") or out * 3
     )
     expected = module(x)
-    model = ip.wrap(module)
+    model = ip.Model(module)
     out, cache = model.run_with_cache(x)
     assert_same(out, expected)
     assert_same(cache["fc1"], (moved(x) * 3).detach())  # what the rest of the model sees
@@ -1422,7 +1422,7 @@ def test_trap_34_hooking_keeps_positions_and_masks_of_a_padded_batch():
         module(padded, attention_mask=mask).logits[:1, 2:].round(decimals=3),
         alone.round(decimals=3),
     )
-    model = ip.wrap(module)
+    model = ip.Model(module)
     out, cache = model.run_with_cache(padded, **given)
     assert_same(out.logits, bare)
     _, short = model.run_with_cache(padded[:1, 2:], names_filter="transformer.h.1")

@@ -1,35 +1,123 @@
 """interpose: read, edit, ablate, patch and steer activations and gradients of any PyTorch model, by name."""
 
-from interpose.analysis.adversarial import adversarial
-from interpose.analysis.feature_maps import feature_maps
-from interpose.analysis.gradient_control import clip_grad, noise_grad, scale_grad
-from interpose.analysis.gradient_health import gradient_health
-from interpose.analysis.nan_guard import NaNGuard
-from interpose.analysis.shape_log import ShapeLog
-from interpose.analysis.statistics import Statistics, activation_statistics
-from interpose.edits.basic import Edit, add, fill, noise, scale, zero
-from interpose.engine.cache import Cache
-from interpose.engine.hooks import Controller, Detector, Hook, skip, torch_hook
-from interpose.engine.model import Model, wrap
-from interpose.engine.points import Handle, HookPoint
-from interpose.errors import (
-    AmbiguousSite,
-    EditError,
-    EditShapeError,
-    GradientError,
-    InterposeError,
-    NeverFired,
-    NonFinite,
-    NothingMatched,
-    SiteNotFound,
-    StaleValue,
-    Unsupported,
-)
-from interpose.sites.tree import Site
-from interpose.taps.context import in_scope
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interpose.analysis.adversarial import adversarial
+    from interpose.analysis.feature_maps import feature_maps
+    from interpose.analysis.gradient_control import clip_grad, noise_grad, scale_grad
+    from interpose.analysis.gradient_health import gradient_health
+    from interpose.analysis.nan_guard import NaNGuard
+    from interpose.analysis.shape_log import ShapeLog
+    from interpose.analysis.statistics import Statistics, activation_statistics
+    from interpose.edits.basic import Edit, add, fill, noise, scale, zero
+    from interpose.engine.cache import Cache
+    from interpose.engine.hooks import Controller, Detector, Hook, skip, torch_hook
+    from interpose.engine.model import Model
+    from interpose.engine.points import Handle, HookPoint
+    from interpose.errors import (
+        AmbiguousSite,
+        EditError,
+        EditShapeError,
+        GradientError,
+        InterposeError,
+        NeverFired,
+        NonFinite,
+        NothingMatched,
+        SiteNotFound,
+        StaleValue,
+        Unsupported,
+    )
+    from interpose.models.loading import load, wrap
+    from interpose.models.proofs.report import Report
+    from interpose.models.running.batch_result import BatchResult, Rows
+    from interpose.models.running.packed import packed_rows
+    from interpose.models.transformer import TransformerModel
+    from interpose.sites.tree import Site
+    from interpose.taps.context import in_scope
+
+__version__ = "0.1.0.dev0"
+
+# Names come with their module when they are first used, so that `interpose --help` needs no torch.
+_HOMES = {
+    "interpose.analysis.adversarial": ("adversarial",),
+    "interpose.analysis.feature_maps": ("feature_maps",),
+    "interpose.analysis.gradient_control": (
+        "clip_grad",
+        "noise_grad",
+        "scale_grad",
+    ),
+    "interpose.analysis.gradient_health": ("gradient_health",),
+    "interpose.analysis.nan_guard": ("NaNGuard",),
+    "interpose.analysis.shape_log": ("ShapeLog",),
+    "interpose.analysis.statistics": (
+        "Statistics",
+        "activation_statistics",
+    ),
+    "interpose.edits.basic": (
+        "Edit",
+        "add",
+        "fill",
+        "noise",
+        "scale",
+        "zero",
+    ),
+    "interpose.engine.cache": ("Cache",),
+    "interpose.engine.hooks": (
+        "Controller",
+        "Detector",
+        "Hook",
+        "skip",
+        "torch_hook",
+    ),
+    "interpose.engine.model": ("Model",),
+    "interpose.engine.points": (
+        "Handle",
+        "HookPoint",
+    ),
+    "interpose.errors": (
+        "AmbiguousSite",
+        "EditError",
+        "EditShapeError",
+        "GradientError",
+        "InterposeError",
+        "NeverFired",
+        "NonFinite",
+        "NothingMatched",
+        "SiteNotFound",
+        "StaleValue",
+        "Unsupported",
+    ),
+    "interpose.models.running.batch_result": ("BatchResult", "Rows"),
+    "interpose.models.running.packed": ("packed_rows",),
+    "interpose.models.loading": (
+        "load",
+        "wrap",
+    ),
+    "interpose.models.proofs.report": ("Report",),
+    "interpose.models.transformer": ("TransformerModel",),
+    "interpose.sites.tree": ("Site",),
+    "interpose.taps.context": ("in_scope",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"interpose has no {name!r}")
+    found = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AmbiguousSite",
+    "BatchResult",
     "Cache",
     "Controller",
     "Detector",
@@ -46,11 +134,14 @@ __all__ = [
     "NeverFired",
     "NonFinite",
     "NothingMatched",
+    "Report",
+    "Rows",
     "ShapeLog",
     "Site",
     "SiteNotFound",
     "StaleValue",
     "Statistics",
+    "TransformerModel",
     "Unsupported",
     "activation_statistics",
     "add",
@@ -60,8 +151,10 @@ __all__ = [
     "fill",
     "gradient_health",
     "in_scope",
+    "load",
     "noise",
     "noise_grad",
+    "packed_rows",
     "scale",
     "scale_grad",
     "skip",
@@ -69,5 +162,3 @@ __all__ = [
     "wrap",
     "zero",
 ]
-
-__version__ = "0.1.0.dev0"

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from interpose.engine.hooks import Controller
-from interpose.engine.model import Model, as_model
+from interpose.engine.model import Model
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError
+from interpose.models.loading import as_model
 from interpose.sites.tree import Filter
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interpose.engine.model import Model, as_model
+from interpose.engine.model import Model
 from interpose.errors import SiteNotFound
+from interpose.models.loading import as_model
 from interpose.render import colours, png
 from interpose.render.html import Markup, image, page, write
 from interpose.sites.tree import Filter

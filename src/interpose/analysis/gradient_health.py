@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from interpose.analysis.result import TableResult, number
-from interpose.engine.model import Model, as_model
+from interpose.engine.model import Model
 from interpose.errors import GradientError
+from interpose.models.loading import as_model
 from interpose.render.html import bar
 from interpose.sites.tree import Filter
 

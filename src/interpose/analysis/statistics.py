@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from interpose.analysis.dataset import Forward, run_batches
 from interpose.analysis.result import TableResult, number
 from interpose.engine.hooks import Detector
-from interpose.engine.model import Model, as_model
+from interpose.engine.model import Model
 from interpose.engine.points import HookPoint
 from interpose.errors import SiteNotFound
+from interpose.models.loading import as_model
 from interpose.sites.tree import Filter
 
 

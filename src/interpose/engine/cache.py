@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,18 @@ class Cache(Mapping[str, Tensor]):
         aliases: Mapping[str, str] | None = None,
         calls: Mapping[str, list[str]] | None = None,
         versions: Mapping[str, int] | None = None,
+        spelling: Callable[[Any], str] | None = None,
     ) -> None:
         self._values = dict(values or {})
         self._aliases = dict(aliases or {})
         self._calls = dict(calls or {})
         self._versions = dict(versions or {})
+        self._spelling = spelling
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str | tuple[Any, ...]) -> Tensor:
         key = self._key(name)
         if key is None:
-            raise self._missing(name)
+            raise self._missing(name if isinstance(name, str) else self._spelled(name))
         value = self._values[key]
         if key in self._versions and value._version != self._versions[key]:
             raise StaleValue(
@@ -52,6 +54,8 @@ class Cache(Mapping[str, Tensor]):
         return value
 
     def __contains__(self, name: object) -> bool:
+        if self._spelling is not None and isinstance(name, tuple):
+            name = self._spelling(name)
         return isinstance(name, str) and (self._key(name) is not None or bool(self._several(name)))
 
     def __iter__(self) -> Iterator[str]:
@@ -60,7 +64,14 @@ class Cache(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def _key(self, name: str) -> str | None:
+    def _key(self, name: Any) -> str | None:
+        found = self._kept_as(name) if isinstance(name, str) or self._spelling is None else None
+        return self._kept_as(self._spelling(name)) if found is None and self._spelling else found
+
+    def _spelled(self, name: Any) -> str:
+        return name if self._spelling is None else self._spelling(name)
+
+    def _kept_as(self, name: str) -> str | None:
         if not isinstance(name, str):
             raise TypeError(
                 f"a cache is indexed by site names such as 'fc1'; got {type(name).__name__}: "
@@ -105,8 +116,10 @@ class Cache(Mapping[str, Tensor]):
         hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
         return SiteNotFound(f"{name!r} is not in this cache. It has: {shown or 'nothing'}.{hint}")
 
-    def calls(self, name: str) -> list[Tensor]:
+    def calls(self, name: Any) -> list[Tensor]:
         """All values of a site, one per call of its module; a list of one for most."""
+        if self._spelling is not None and not isinstance(name, str):
+            name = self._spelling(name)
         several = self._several(name)
         return [self[key] for key in several] if several else [self[name]]
 
@@ -116,7 +129,7 @@ class Cache(Mapping[str, Tensor]):
         found = {
             key.removesuffix(_GRAD): v for key, v in self._values.items() if key.endswith(_GRAD)
         }
-        return Cache(found, aliases=self._aliases, calls=self._calls)
+        return Cache(found, aliases=self._aliases, calls=self._calls, spelling=self._spelling)
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +138,7 @@ class Cache(Mapping[str, Tensor]):
         return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
     def _with(self, values: Mapping[str, Tensor]) -> Cache:
-        return Cache(values, aliases=self._aliases, calls=self._calls)
+        return Cache(values, aliases=self._aliases, calls=self._calls, spelling=self._spelling)
 
     def to(self, device: str | torch.device) -> Cache:
         """A cache with every tensor on a device."""

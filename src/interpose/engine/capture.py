@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from interpose.engine.cache import Cache
 from interpose.engine.hooks import Engine, Hook
+from interpose.engine.kept import Kept
 from interpose.engine.listeners import Capturing, GiveBack, Listener
 from interpose.engine.points import HookPoint
+from interpose.engine.reading import Read, Reads
 from interpose.engine.scope import Binding, Scope
 from interpose.engine.watching import Watching
 from interpose.errors import GradientError
@@ -48,19 +50,21 @@ class Cut:
         """Whether all of a value is kept, as a detached copy."""
         return self.clone and self.detach and not self.slices
 
-    def __call__(self, value: Tensor, name: str) -> Tensor:
+    def __call__(self, value: Tensor, name: str, axes: tuple[str, ...] = ()) -> Tensor:
         """The part of a value that is kept: sliced first, so that nothing else is copied."""
         part = value.detach() if self.detach else value
         if not self.slices:
             return values.twin(part) if self.clone else part
         if self.pos_slice is not None:
-            if part.ndim != 3:
+            named = [axes.index(word) for word in ("pos", "query") if word in axes]
+            if not named and part.ndim != 3:
                 raise ValueError(
                     f"pos_slice needs values of shape [batch, pos, features]; {name!r} is "
                     f"{tuple(part.shape)}. Say which axis with keep={{axis: index}}."
                 )
             whole = self.pos_slice
-            part = _pick(part, 1, [whole] if isinstance(whole, int) else whole)
+            axis = named[0] if named else 1
+            part = _pick(part, axis, [whole] if isinstance(whole, int) else whole)
         if callable(self.keep):
             part = self.keep(part)
         elif self.keep is not None:
@@ -96,17 +100,6 @@ class Stop(BaseException):
         self.run = run
 
 
-class Kept(NamedTuple):
-    """One captured tensor."""
-
-    site: Site
-    name: str
-    call: int | None
-    leaf: values.Leaf
-    tensor: Tensor
-    version: int | None = None
-
-
 _CACHE, _GRADIENT_CACHE = Engine("the cache"), Engine("the gradient cache")
 
 
@@ -130,12 +123,15 @@ class CaptureRun(Scope):
         self.kept: list[Kept] = []
         self.grads: list[Kept] = []
         sites = model.tree.select(wanted)
-        reads = Binding(_CACHE, "fwd")
-        hurry = cut.whole and not (stop or gradients)
-        reads.listeners = [
-            Capturing(model, site, self, outright=outright, sink=self, in_a_hurry=hurry)
+        hurry = cut.whole and not (stop or gradients or torch.is_inference_mode_enabled())
+        reads = Reads(_CACHE, self) if hurry else Binding(_CACHE, "fwd")
+        found: list[Any] = [
+            Read(self, site, outright)
+            if hurry
+            else Capturing(model, site, self, outright=outright, sink=self)
             for site, outright in sites
         ]
+        reads.listeners = found
         self.bindings.append(reads)
         self.reads = reads
         if gradients:
@@ -194,17 +190,28 @@ class CaptureRun(Scope):
     def _keep_grad(self, site: Site) -> Callable[[Tensor, HookPoint], None]:
         def keep(grad: Tensor, point: HookPoint) -> None:
             self.grads.append(
-                Kept(site, point.name, point.call, (), self.cut(grad, f"{point.name}_grad"))
+                Kept(
+                    site,
+                    point.name,
+                    point.call,
+                    (),
+                    self.cut(grad, f"{point.name}_grad", site.axes),
+                )
             )
 
         return keep
 
-    def run(self, call: Callable[[], Any], backward: Callable[[Any], Any] | bool = False) -> Any:
+    def run(
+        self,
+        call: Callable[[], Any],
+        given: Mapping[str, Any],
+        backward: Callable[[Any], Any] | bool = False,
+    ) -> Any:
         """Call the model inside the scope; None if it stopped early."""
         output = None
         try:
             with self:
-                output = self.forward(call)
+                output = self.forward(call, given)
                 if backward is True:
                     self._backward(output, "the model")
                 elif backward is not False:
@@ -242,7 +249,11 @@ class CaptureRun(Scope):
         calls: dict[str, list[str]] = {}
         versions: dict[str, int] = {}
         several = _called_more_than_once(self.kept)
+        seen = self.model._seen
         for one in self.kept:
+            place = (one.site.path, one.site.tail.port, one.leaf)
+            if place not in seen and self.cut.whole and values.is_plain(one.tensor):
+                seen[place] = (one.tensor.shape, one.tensor.dtype)
             key = one.name
             if key in several:
                 leaf = one.site.tail.leaf if key == one.site.name else one.leaf
@@ -257,7 +268,8 @@ class CaptureRun(Scope):
             found[key + "_grad"] = one.tensor
         aliases = _other_names(self.model.tree, self.kept)
         self.kept, self.grads = [], []
-        return Cache(found, aliases=aliases, calls=calls, versions=versions)
+        spelling = self.model.tree.spelling
+        return Cache(found, aliases=aliases, calls=calls, versions=versions, spelling=spelling)
 
 
 def _called_more_than_once(records: list[Kept]) -> set[str]:
@@ -274,7 +286,14 @@ def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:
     found: dict[str, str] = {}
     for one in kept:
         site, tail = one.site, one.site.tail
+        if site.kind is not None:
+            for name in {site.canonical, *site.aliases} - {one.name}:
+                found.setdefault(name, one.name)
+            continue
         others = tree.other_names(site.path) if tree.shares_modules else []
+        meaning = tree.meaning(site.canonical)
+        if meaning is not None:
+            found.setdefault(meaning, one.name)
         if one.leaf == tail.leaf and not others:
             if site.canonical != one.name:
                 found.setdefault(site.canonical, one.name)

@@ -23,6 +23,8 @@ class Sites(Mapping[str, Site]):
     ``model.sites.select("layer*.0.conv?")`` narrows it down by a glob, a regex or a callable.
     """
 
+    _header: tuple[str, str, str] = ("site", "module", "value")
+
     def __init__(
         self,
         tree: ModuleTree,
@@ -146,11 +148,11 @@ class Sites(Mapping[str, Site]):
         return f"Sites of {self._tree.label}: {len(self)}{hint}"
 
     def __repr__(self) -> str:
-        return table(("site", "module", "value"), self._rows(), title=self._title())
+        return table(self._header, self._rows(), title=self._title())
 
     def _repr_html_(self) -> str:
         rows = [(label.replace("  ", "\u2003"), kind, about) for label, kind, about in self._rows()]
-        return html_table(("site", "module", "value"), rows, title=self._title())
+        return html_table(self._header, rows, title=self._title())
 
 
 def _shape_of(module: nn.Module) -> str:

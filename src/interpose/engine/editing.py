@@ -15,7 +15,7 @@ from interpose.errors import EditShapeError, NonFinite, Unsupported
 from interpose.sites.grammar import spell
 from interpose.taps import bypass, values
 from interpose.taps.context import frame_of, graph_task, stand_down, stand_up, under_checkpoint
-from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call, named_arguments
+from interpose.taps.tap import AFTER_EDIT, BEFORE_EDIT, Call, is_anyone_heard, named_arguments
 
 
 class Editing(Listener):
@@ -25,7 +25,7 @@ class Editing(Listener):
         super().__init__(*args, **kwargs)
         self.hook = hook
         self.check_finite = check_finite
-        self.phase = BEFORE_EDIT if self.site.tail.port == "input" else AFTER_EDIT
+        self.phase, self.rank = self.place_of(BEFORE_EDIT, AFTER_EDIT, 0)
 
     def on(self, call: Call) -> None:
         """Run the hook on each tensor of the site."""
@@ -39,7 +39,7 @@ class Editing(Listener):
             self.fired += 1
             new = self._run(value, self.point(call, name))
             if new is not value:
-                call.replace(leaf, value, new)
+                self.put(call, leaf, value, new)
                 self._beware_of_checkpoint(call, new)
 
     def _run(self, value: Tensor, point: HookPoint) -> Tensor:
@@ -75,18 +75,23 @@ class Skipping(Listener):
 
     def install(self, *, first: bool = False) -> None:  # noqa: ARG002
         """Stand before the module's forward; the last one to come decides."""
-        bypass.skip(self.site.module, self)
+        bypass.bypass(self.site.module, self)
 
     def remove(self) -> None:
         """Step aside."""
-        bypass.unskip(self.site.module, self)
+        bypass.unbypass(self.site.module, self)
         self.removed = True
 
-    def wants_to_skip(self) -> bool:
-        """Unless it is switched off."""
-        return self.hook.enabled
+    def is_wanted(self) -> bool:
+        """In its scope, unless it is switched off."""
+        return self.hook.enabled and is_anyone_heard([self])
 
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def output(
+        self,
+        forward: Callable[..., Any],  # noqa: ARG002 - skipped
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """The replacement; tensors are copied, since the model may change them in place."""
         self.fired += 1
         made = self.hook.replacement

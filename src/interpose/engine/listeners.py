@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from interpose.engine.hooks import Hook
 from interpose.engine.points import HookPoint
 from interpose.errors import GradientError, SiteNotFound
-from interpose.sites.grammar import OUTPUT
 from interpose.sites.tree import Site, several_tensors
 from interpose.taps import values
 from interpose.taps.context import (
@@ -39,6 +37,9 @@ if TYPE_CHECKING:
     from interpose.engine.model import Model
 
 
+ORDINARY = 3
+"""The rank of what needs no place before others in its phase."""
+
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -48,7 +49,7 @@ class Listener:
     hook: Hook
     phase: int = AFTER_READ
     tap: Tap | None = None
-    quick: Callable[[Any], bool] | None = None
+    rank: int = ORDINARY
 
     def __init__(self, model: Model, site: Site, scope: Any, *, outright: bool) -> None:
         self.model = model
@@ -62,16 +63,46 @@ class Listener:
         self.missed = 0
         self.fired = 0
         self.removed = False
+        self.switched_on = False
         self.shape_noted = False
 
     def install(self, *, first: bool = False) -> None:
         """Hear calls from now on."""
         listen(self.site.module, self.phase, self, first=first)
+        if self.site.switch is not None:
+            self.site.switch.on()
+            self.switched_on = True
 
     def remove(self) -> None:
         """Hear no more, also if it never did."""
         unlisten(self)
         self.removed = True
+        if self.site.switch is not None and self.switched_on:
+            self.switched_on = False
+            self.site.switch.off()
+
+    def place_of(self, before: int, after: int, rank: int) -> tuple[int, int]:
+        """The phase and rank at which it hears its site.
+
+        What is written in place goes to all who hold the tensor, so its edits, watchers and reads
+        come, in this order, before anything that replaces an argument for one module alone.
+        """
+        if self.site.lens is not None and self.site.lens.in_place:
+            return (BEFORE_EDIT, rank)
+        return (before if self.site.tail.port == "input" else after), ORDINARY
+
+    def put(
+        self, call: Call, leaf: values.Leaf, value: Tensor, new: Tensor, watched: str = ""
+    ) -> None:
+        """Let the model go on with a new value at this site."""
+        lens = self.site.lens
+        if lens is None:
+            call.replace(leaf, value, new, watched)
+            return
+        raw = values.element(call.value, leaf)
+        whole = lens.write(raw, new, call)
+        if whole is not None:
+            call.replace(leaf, raw, whole, watched)
 
     def on(self, call: Call) -> None:
         """Look at a call, or change its values."""
@@ -94,6 +125,9 @@ class Listener:
             found: list[tuple[values.Leaf, Tensor, str]] = [((), value, self.site.name)]
         else:
             found = self._inside(value)
+        lens = self.site.lens
+        if lens is not None:
+            found = [(leaf, lens.read(tensor, call), name) for leaf, tensor, name in found]
         for leaf, tensor, name in found:
             if type(tensor) is not Tensor or is_functorch_wrapped(tensor):
                 values.check_supported(tensor, name)
@@ -121,7 +155,10 @@ class Listener:
 
     def point(self, call: Call, name: str) -> HookPoint:
         """The second argument of a hook function."""
-        return HookPoint(self.model, name, self.site.canonical, call.module, call.index)
+        frame = frame_of(self.root)
+        return HookPoint(
+            self.model, name, self.site.canonical, call.module, call.index, self.site.axes, frame
+        )
 
 
 class FrameStart(Listener):
@@ -137,6 +174,7 @@ class FrameStart(Listener):
             if frame.depth == 0 or calls_under_way(self.root) == 1:
                 # Not counting on `depth` alone: a forward that raised left it as it was.
                 frame = Frame()
+                frame.offset, frame.prompt = self.model.whereabouts(call.value)
                 set_frame(self.root, frame)
             frame.depth += 1
 
@@ -184,31 +222,17 @@ class Sink(Protocol):
     def done(self, listener: Capturing) -> None:
         """All values of one call have been taken."""
 
-    def cut(self, value: Tensor, name: str) -> Tensor:
+    def cut(self, value: Tensor, name: str, axes: tuple[str, ...] = ...) -> Tensor:
         """The part of a value to keep, as a copy."""
 
 
 class Capturing(Listener):
     """Hands the values of a site to a sink, after all edits."""
 
-    def __init__(self, *args: Any, sink: Sink, in_a_hurry: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sink: Sink, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sink = sink
-        self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
-        if in_a_hurry and self.site.tail is OUTPUT:
-            self.quick = self._take
-
-    def _take(self, value: Any) -> bool:
-        """Keep a whole output by the shortest way: most calls of most runs are of this kind."""
-        if type(value) is not Tensor or is_functorch_wrapped(value) or not values.is_plain(value):
-            return False
-        index = self.most_calls
-        self.most_calls = self.fired = index + 1
-        if not self.shape_noted:
-            self.model._seen.setdefault((self.site.path, "output", ()), (value.shape, value.dtype))
-            self.shape_noted = True
-        self.sink.keep(self.site, self.site.name, index, (), values.twin(value.detach()))
-        return True
+        self.phase, self.rank = self.place_of(BEFORE_READ, AFTER_READ, 2)
 
     def on(self, call: Call) -> None:
         """Keep each tensor of the site; a recomputed call repeats what was kept already."""
@@ -216,10 +240,11 @@ class Capturing(Listener):
             return
         for leaf, value, name in self.tensors(call):
             self.fired += 1
-            part = call.shared.get((self.sink, leaf))
+            shared = (self.sink, leaf, self.site.lens)
+            part = call.shared.get(shared)
             if part is None:
                 # Names of one site share one copy.
-                part = call.shared[(self.sink, leaf)] = self.sink.cut(value, name)
+                part = call.shared[shared] = self.sink.cut(value, name, self.site.axes)
             self.sink.keep(self.site, name, call.index, leaf, part)
         self.sink.done(self)
 

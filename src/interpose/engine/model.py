@@ -15,36 +15,17 @@ from torch import Tensor, nn
 from interpose.engine.cache import Cache
 from interpose.engine.capture import CaptureRun, Cut, Index
 from interpose.engine.catalog import Sites
-from interpose.engine.hooks import Hook, TorchHook, all_hooks, as_hook, checked_direction
+from interpose.engine.hooks import all_hooks
 from interpose.engine.points import Handle, HookDict
 from interpose.engine.probe import scan
-from interpose.engine.scope import Binding, Scope, bind, frames
+from interpose.engine.recording import Recording
+from interpose.engine.scope import Scope, frames
+from interpose.engine.standing import HookItem, StandingHooks
 from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree
-from interpose.taps import eager
-
-HookItem = Hook | tuple[Any, Callable[..., Any]] | tuple[Any, TorchHook]
-"""What a list of hooks holds: hook objects, and pairs of a site filter and a function."""
 
 
-def wrap(module: nn.Module) -> Model:
-    """Look inside a module: its sites by name, hooks, runs, caches. The module itself stays as it is.
-
-    ```python
-    model = ip.wrap(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))
-    output, cache = model.run_with_cache(torch.randn(2, 4))
-    cache["1"]                                    # what the ReLU returned
-    ```
-    """
-    return Model(module)
-
-
-def as_model(model: Model | nn.Module) -> Model:
-    """A model, wrapped if it is not yet."""
-    return model if isinstance(model, Model) else Model(model)
-
-
-class Model:
+class Model(StandingHooks):
     """A module, and everything one can do with it by name.
 
     It is not an ``nn.Module``: it owns no parameters and adds no prefix to anybody's
@@ -71,13 +52,21 @@ class Model:
                 "DistributedDataParallel."
             )
         self.module = module
-        self.tree = ModuleTree(module)
+        self.tree = self._make_tree(module)
         self.root = self.tree.site("").module
         self._handles: list[Handle] = []
         self._frames = frames(self, None)
         self._contexts: dict[str, dict[Any, Any]] = {}
         self._seen: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._calls_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def _make_tree(self, module: nn.Module) -> ModuleTree:
+        """The names of this kind of model."""
+        return ModuleTree(module)
+
+    def whereabouts(self, arguments: Mapping[str, Any]) -> tuple[int, int | None]:  # noqa: ARG002
+        """How many positions come before a forward pass with these arguments, and how many are the prompt's."""
+        return 0, None
 
     # The module, passed through.
 
@@ -105,7 +94,7 @@ class Model:
 
         return method
 
-    def __reduce__(self) -> tuple[type[Model], tuple[nn.Module]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module,)
 
     @property
@@ -172,7 +161,7 @@ class Model:
         self._beware_of_typos(kwargs, ("fwd_hooks", "bwd_hooks", "hooks", "check_finite"))
         everything = all_hooks(hooks, fwd_hooks, bwd_hooks)
         with Scope(self, everything, check_finite=check_finite, single_run=True) as scope:
-            return scope.forward(lambda: self(*args, **kwargs))
+            return scope.forward(lambda: self(*args, **kwargs), kwargs)
 
     def run_with_cache(
         self,
@@ -234,152 +223,49 @@ class Model:
             stop=stop,
             check_finite=check_finite,
         )
-        output = run.run(lambda: self(*args, **kwargs), incl_bwd)
+        output = run.run(lambda: self(*args, **kwargs), kwargs, incl_bwd)
         return (None if stop else output), run.cache()
+
+    def record(
+        self,
+        names_filter: Filter = None,
+        *,
+        hooks: Iterable[HookItem] = (),
+        fwd_hooks: Iterable[tuple[Any, Any]] = (),
+        device: str | torch.device | None = None,
+        keep: Mapping[int, Index] | Callable[[Tensor], Tensor] | None = None,
+    ) -> Recording:
+        """A ``with`` block that keeps what its forward passes make, also those of other code.
+
+        ```python
+        with model.record("fc1") as cache:
+            trainer.evaluate()
+        ```
+
+        The cache is filled at the end of the block. Forward passes that go on from a KV cache,
+        as in generating text, are joined to one sequence; others are calls of their own.
+
+        Args:
+            names_filter: which sites, as in `run_with_cache`.
+            hooks: as in `hooks`.
+            fwd_hooks: as in `hooks`.
+            device: where the values go.
+            keep: what to cut from each value before keeping it.
+        """
+        cut = Cut(device=device, keep=keep)
+        return Recording(self, names_filter, all_hooks(hooks, fwd_hooks, ()), cut=cut)
 
     def _beware_of_typos(self, kwargs: Mapping[str, Any], ours: Sequence[str]) -> None:
         """Refuse a misspelt argument of ours, which a forward with ``**kwargs`` would swallow."""
         for name in kwargs:
-            near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
+            near = _close(name, tuple(ours))
             if near and name not in inspect.signature(self.root.forward).parameters:
-                raise TypeError(f"no argument {name!r}; did you mean {near[0]!r}?")
-
-    # Hooks that belong to the model: for all threads, until removed.
-
-    def register(self, hook: HookItem, *, dir: str = "fwd") -> Handle:  # noqa: A002 - TransformerLens's word
-        """Put a hook on the model for good; the handle switches it off, on, or removes it."""
-        return self._add(as_hook(hook, checked_direction(dir)))
-
-    def add_hook(
-        self,
-        name: Filter,
-        hook: Callable[..., Any],
-        dir: str = "fwd",  # noqa: A002
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-    ) -> Handle:
-        """Add a function to the sites a filter selects, for all threads, until it is removed.
-
-        Args:
-            name: which sites.
-            hook: ``fn(value, hook)``.
-            dir: ``fwd`` for values, ``bwd`` for gradients.
-            is_permanent: `reset_hooks` and `remove_all_hook_fns` leave it unless told otherwise.
-            level: a number to remove it by.
-            prepend: run before the hooks that are there already.
-        """
-        made = as_hook((name, hook), checked_direction(dir))
-        return self._add(made, is_permanent=is_permanent, level=level, prepend=prepend)
-
-    def add_perma_hook(self, name: Filter, hook: Callable[..., Any], dir: str = "fwd") -> Handle:  # noqa: A002
-        """Add a function that `reset_hooks` leaves in place."""
-        return self.add_hook(name, hook, dir=dir, is_permanent=True)
-
-    def _add(
-        self,
-        hook: Hook,
-        *,
-        is_permanent: bool = False,
-        level: int | None = None,
-        prepend: bool = False,
-    ) -> Handle:
-        if any(handle.hook is hook for handle in self._handles):
-            raise ValueError(f"{hook.label} is on this model already; remove it first.")
-        bindings = bind(self, hook, None)
-
-        def take_off() -> None:
-            for binding in bindings:
-                binding.remove()
-            if not self._handles:
-                self._frames.remove()
-            let_go()
-
-        def release(handle: Handle) -> None:
-            if handle in self._handles:
-                self._handles.remove(handle)
-                take_off()
-
-        eager.hold()
-        # A model that is dropped with hooks on it lets go too.
-        let_go = weakref.finalize(self.root, eager.release)
-        try:
-            if not self._handles:
-                self._frames.install(first=True)
-            for binding in bindings:
-                binding.install(first=prepend)
-        except BaseException:
-            take_off()
-            raise
-        directions = [binding.direction for binding in bindings]
-        handle = Handle(
-            hook,
-            directions[0] if len(directions) == 1 else "both",
-            frozenset(listener.site.canonical for listener in bindings[0].listeners),
-            release,
-            lambda: _fired(bindings),
-            is_permanent=is_permanent,
-            level=level,
-        )
-        self._handles.insert(0, handle) if prepend else self._handles.append(handle)
-        return handle
-
-    def remove_all_hook_fns(
-        self, direction: str = "both", including_permanent: bool = False, level: int | None = None
-    ) -> None:
-        """Remove hooks that were added with `add_hook` or `register`."""
-        for handle in list(self._handles):
-            if handle.matches(direction, including_permanent, level):
-                handle.remove()
-
-    def reset_hooks(
-        self,
-        clear_contexts: bool = True,
-        direction: str = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Remove hooks, and by default empty the scratch space of all sites."""
-        if not isinstance(clear_contexts, bool):
-            raise TypeError(
-                f"reset_hooks takes no names; got {clear_contexts!r}. To remove the hooks of one "
-                "site: model.hook_dict[name].remove_hooks(dir='both')"
-            )
-        if clear_contexts:
-            self.clear_contexts()
-        self.remove_all_hook_fns(direction, including_permanent, level)
-
-    def clear_contexts(self) -> None:
-        """Empty the scratch space (``hook.ctx``) of all sites."""
-        self._contexts.clear()
-
-    def list_hooks(self) -> list[Handle]:
-        """The model's own hooks in order, each with how often it fired."""
-        return list(self._handles)
-
-    def _handle(self, id: str) -> Handle:  # noqa: A002
-        for handle in self._handles:
-            if handle.id == id:
-                return handle
-        there = ", ".join(repr(handle.id) for handle in self._handles) or "none"
-        raise KeyError(f"no hook {id!r} on this model; there are: {there}")
-
-    def enable(self, id: str) -> None:  # noqa: A002
-        """Let a hook run again, by id."""
-        self._handle(id).enable()
-
-    def disable(self, id: str) -> None:  # noqa: A002
-        """Keep a hook but do not run it, by id."""
-        self._handle(id).disable()
-
-    def unregister(self, id: str) -> None:  # noqa: A002
-        """Take a hook off the model, by id."""
-        self._handle(id).remove()
+                raise TypeError(f"no argument {name!r}; did you mean {near!r}?")
 
     def __repr__(self) -> str:
         count = sum(1 for _ in self.tree.modules())
         own = f", {len(self._handles)} hooks" if self._handles else ""
-        return f"Model({self.tree.label}, {count} modules{own}; see model.sites)"
+        return f"{type(self).__name__}({self.tree.label}, {count} modules{own}; see model.sites)"
 
 
 _RUN_WITH_CACHE = [
@@ -389,5 +275,7 @@ _RUN_WITH_CACHE = [
 ]
 
 
-def _fired(bindings: list[Binding]) -> int:
-    return sum(binding.fired for binding in bindings)
+@functools.lru_cache(maxsize=256)
+def _close(name: str, ours: tuple[str, ...]) -> str | None:
+    near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
+    return near[0] if near else None

@@ -9,6 +9,7 @@ from torch import nn
 
 from interpose.engine.hooks import Hook
 from interpose.errors import SiteNotFound
+from interpose.taps.context import Frame
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -19,19 +20,38 @@ class HookPoint:
 
     Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the
     number of this call of the module within the forward pass (None outside a hook, or where it
-    cannot be known).
+    cannot be known). ``axes`` are the names of the value's axes, where they are known.
     """
 
-    __slots__ = ("call", "canonical", "model", "module", "name")
+    __slots__ = ("_frame", "axes", "call", "canonical", "model", "module", "name")
 
     def __init__(
-        self, model: Model, name: str, canonical: str, module: nn.Module, call: int | None = None
+        self,
+        model: Model,
+        name: str,
+        canonical: str,
+        module: nn.Module,
+        call: int | None = None,
+        axes: tuple[str, ...] = (),
+        frame: Frame | None = None,
     ) -> None:
         self.model = model
         self.name = name
         self.canonical = canonical
         self.module = module
         self.call = call
+        self.axes = axes
+        self._frame = frame
+
+    @property
+    def offset(self) -> int:
+        """The position of the value's first token in the whole text: more than 0 after a KV cache."""
+        return 0 if self._frame is None else self._frame.offset
+
+    @property
+    def prompt(self) -> int | None:
+        """How many positions belong to the prompt, while text is being generated."""
+        return None if self._frame is None else self._frame.prompt
 
     @property
     def ctx(self) -> dict[Any, Any]:
@@ -44,7 +64,7 @@ class HookPoint:
 
     def layer(self) -> int:
         """The first number in the name: 5 for ``blocks.5.attn``."""
-        for segment in self.name.split("."):
+        for segment in self.canonical.split("."):
             if segment.isdigit():
                 return int(segment)
         raise ValueError(f"{self.name!r} has no layer number in it.")
@@ -117,7 +137,7 @@ class HookDict(Mapping[str, HookPoint]):
 
     def __getitem__(self, name: str) -> HookPoint:
         site = self._model.tree.site(name)
-        return HookPoint(self._model, name, site.canonical, site.module)
+        return HookPoint(self._model, name, site.canonical, site.module, axes=site.axes)
 
     def __contains__(self, name: object) -> bool:
         try:

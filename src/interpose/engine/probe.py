@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +30,30 @@ def untouched(module: nn.Module) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy is not None else None
     parts = [p for p in module.modules() if not isinstance(p, torch.jit.ScriptModule)]
     attributes = [(part, dict(vars(part))) for part in parts]
-    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # Also what their dictionaries hold: buffers, and hooks that a model puts on itself.
+    registries = [
         (registry, dict(registry))
         for part in parts
-        for registry in (part._buffers, cast("dict[str, Any]", part._parameters))
+        for registry in vars(part).values()
+        if isinstance(registry, dict)
     ]
+    versions = [p._version for p in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
+            if versions == [p._version for p in module.parameters()]:
+                for part, before in attributes:
+                    vars(part).clear()
+                    vars(part).update(before)
+                for registry, contents in registries:
+                    registry.clear()
+                    registry.update(contents)
             for part, before in attributes:
-                vars(part).clear()
-                vars(part).update(before)
-            for registry, before in registries:
-                registry.clear()
-                registry.update(before)
+                # A model that changed its own weights (rwkv in its first call) keeps its note of it.
+                part.training = before["training"]
             with torch.no_grad():
                 for buffer, copy in buffers:
                     if not torch.equal(buffer, copy):
@@ -96,6 +103,6 @@ class _Shapes:
     def done(self, listener: Capturing) -> None:
         """Nothing."""
 
-    def cut(self, value: Tensor, name: str) -> Tensor:  # noqa: ARG002
+    def cut(self, value: Tensor, name: str, axes: tuple[str, ...] = ()) -> Tensor:  # noqa: ARG002
         """The value itself."""
         return value

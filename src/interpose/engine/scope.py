@@ -6,7 +6,7 @@ again, whatever happens in between; and at the end a hook that never ran is an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -175,9 +175,12 @@ class Scope:
         if kind is None and not self.stopped:
             self.verify()
 
-    def forward(self, call: Callable[[], Any]) -> Any:
-        """Make the one call of a single run."""
+    def forward(self, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        """Make the one call of a single run; ``given`` are its keyword arguments."""
         self._forwards += 1
+        if given:
+            frame = context.frame_of(self.model.root)
+            frame.offset, frame.prompt = self.model.whereabouts(given)
         output = call()
         guard_output(self.model.root, output)
         return output

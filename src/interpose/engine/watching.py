@@ -43,7 +43,7 @@ class Watching(Listener):
         self.hook = hook
         self.reads_last = reads_last
         self.outlives_scope = outlives_scope
-        self.phase = BEFORE_READ if self.site.tail.port == "input" else AFTER_READ
+        self.phase, self.rank = self.place_of(BEFORE_READ, AFTER_READ, 1)
         self.groups: weakref.WeakSet[Watchers] = weakref.WeakSet()
         self.attached = False
         self.attached_in_forward = False
@@ -60,9 +60,9 @@ class Watching(Listener):
                 # hook.
                 continue
             self.attached_in_forward = not call.recomputed
-            group = call.shared.get((Watching, leaf))
+            group = call.shared.get((Watching, leaf, self.site.lens))
             if group is None:
-                group = call.shared[(Watching, leaf)] = Watchers()
+                group = call.shared[(Watching, leaf, self.site.lens)] = Watchers()
                 watched.register_hook(group.deliver)
             group.members.append((self, self.point(call, name)))
             self.groups.add(group)
@@ -83,15 +83,15 @@ class Watching(Listener):
             self.without_grad = True
             self.attached_in_forward = False  # reentrant checkpointing: the recomputation has it
             return None
-        done = call.shared.get((Watching, leaf, "shown"))
+        done = call.shared.get((Watching, leaf, self.site.lens, "shown"))
         if done is not None:
             return done  # type: ignore[no-any-return]
         if value.requires_grad:
             shown = values.stand_in(value)
         else:
             shown = values.stand_in(values.stand_in(value.detach()).requires_grad_())
-        call.replace(leaf, value, shown, watched=name)
-        call.shared[(Watching, leaf, "shown")] = shown
+        self.put(call, leaf, value, shown, watched=name)
+        call.shared[(Watching, leaf, self.site.lens, "shown")] = shown
         return shown
 
     def remove(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
 from interpose.sites.grammar import OUTPUT, Key, Tail, compile_glob, is_glob, parse_tail, spell
+from interpose.sites.lens import Lens, Switch
 from interpose.sites.suggest import explain_missing, explain_nothing
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -27,6 +28,8 @@ class Site:
     """A named place where a tensor flows: a module, its input or output, and an element of that.
 
     ``name`` is the name it was asked by, ``canonical`` the one that all its ``aliases`` share.
+    Sites of transformers also have a ``kind`` (``z``), a ``layer``, named ``axes`` and a sentence
+    ``about`` them; those not ``primary`` are kept only when named.
     ``shape``, ``dtype`` and ``calls`` (how often its module was called in a forward pass) are known
     after a run or `Model.scan`.
     """
@@ -38,6 +41,13 @@ class Site:
     tail: Tail
     module: nn.Module
     aliases: tuple[str, ...] = ()
+    kind: str | None = None
+    layer: int | None = None
+    axes: tuple[str, ...] = ()
+    lens: Lens | None = None
+    switch: Switch | None = None
+    primary: bool = True
+    about: str = ""
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     calls: int | None = None
@@ -47,6 +57,8 @@ class Site:
         call = self.tail.call if call is None else call
         if leaf == self.tail.leaf and call == self.tail.call:
             return self.name
+        if self.kind is not None:
+            return f"{self.stem}#{call}"
         return _spelled(self.stem, Tail(call, self.tail.port, leaf), self.module)
 
     def __repr__(self) -> str:
@@ -175,6 +187,13 @@ class ModuleTree:
     def other_names(self, path: str) -> list[str]:
         """More names of the module at a path, where it is in the tree several times."""
         return self._others.get(path, [])
+
+    spelling: Callable[[Any], str] | None = None
+    """Turns other spellings of a name into the canonical one, where there are such."""
+
+    def meaning(self, name: str) -> str | None:  # noqa: ARG002
+        """Another name, by what a place means, where that is known."""
+        return None
 
     def spell(self, path: str, tail: Tail) -> str:
         """The canonical name of a place."""

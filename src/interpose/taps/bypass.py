@@ -1,42 +1,42 @@
-"""Skip a module: its hooks run, its forward does not, and a replacement is returned instead.
+"""Stand before a module's forward: to skip it, or to run it inside something.
 
-torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward. While
-someone may skip a module, a bypass sits in the module's own ``forward`` slot; calls from outside
-the scope pass straight through it.
+torch binds ``module.forward`` before it runs pre-hooks, so no hook can skip a forward, nor be sure
+to clean up after one that raises. While someone may want that, a bypass sits in the module's own
+``forward`` slot; calls from outside the scope pass straight through it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
 
 from interpose.taps import tap
-from interpose.taps.context import current, graph_task, in_autograd_thread, is_heard
 
 
-class Skipper(Protocol):
-    """A wish to skip a module."""
+class Bypasser(Protocol):
+    """A wish to stand before a module's forward."""
 
-    scope: object | None
+    def is_wanted(self) -> bool:
+        """Whether it means this call."""
 
-    def wants_to_skip(self) -> bool:
-        """Whether it means it now."""
-
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns instead."""
+    def output(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the module returns; ``forward`` is the rest of the way."""
 
 
 class Bypass:
-    """Stands in a module's ``forward`` slot and asks its skippers first."""
+    """Stands in a module's ``forward`` slot and asks its bypassers first."""
 
     def __init__(self, module: nn.Module) -> None:
         self.original = module.forward
         self.__wrapped__ = module.forward  # for inspect.signature
         self.was_own = "forward" in vars(module)
-        self.skippers: tuple[Skipper, ...] = ()
+        self.bypassers: tuple[Bypasser, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.original, memo)
@@ -47,35 +47,37 @@ class Bypass:
         return getattr, (owner, "forward") if owner is not None else (self.original, "__call__")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a skipper's replacement, or what the module's own forward returns."""
-        # Autograd's threads have no context: a recomputation there is everybody's.
-        anyone = graph_task() != -1 and in_autograd_thread()
-        here = current()
-        for skipper in reversed(self.skippers):
-            if (anyone or is_heard(skipper.scope, here)) and skipper.wants_to_skip():
-                return skipper.output(args, kwargs)
-        return self.original(*args, **kwargs)
+        """Let the bypassers decide, the last to come first; the module's own forward is last."""
+        forward = self.original
+        for bypasser in self.bypassers:
+            if bypasser.is_wanted():
+                forward = functools.partial(_through, bypasser, forward)
+        return forward(*args, **kwargs)
 
 
-def skip(module: nn.Module, skipper: Skipper) -> None:
-    """Let a skipper decide about a module's forward."""
+def _through(bypasser: Bypasser, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return bypasser.output(forward, args, kwargs)
+
+
+def bypass(module: nn.Module, bypasser: Bypasser) -> None:
+    """Let a bypasser decide about a module's forward."""
     with tap._LOCK:
-        bypass = vars(module).get("forward")
-        if not isinstance(bypass, Bypass):
-            bypass = Bypass(module)
-            module.forward = bypass
-        bypass.skippers = (*bypass.skippers, skipper)
+        slot = vars(module).get("forward")
+        if not isinstance(slot, Bypass):
+            slot = Bypass(module)
+            module.forward = slot
+        slot.bypassers = (*slot.bypassers, bypasser)
 
 
-def unskip(module: nn.Module, skipper: Skipper) -> None:
-    """Undo `skip`; the last one out puts the module's forward back as it was."""
+def unbypass(module: nn.Module, bypasser: Bypasser) -> None:
+    """Undo `bypass`; the last one out puts the module's forward back as it was."""
     with tap._LOCK:
-        bypass = vars(module).get("forward")
-        if not isinstance(bypass, Bypass):
+        slot = vars(module).get("forward")
+        if not isinstance(slot, Bypass):
             return
-        bypass.skippers = tuple(other for other in bypass.skippers if other is not skipper)
-        if not bypass.skippers:
-            if bypass.was_own:
-                module.forward = bypass.original
+        slot.bypassers = tuple(other for other in slot.bypassers if other is not bypasser)
+        if not slot.bypassers:
+            if slot.was_own:
+                module.forward = slot.original
             else:
                 del module.forward

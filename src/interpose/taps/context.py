@@ -28,16 +28,26 @@ class Frame:
     ``counts``: calls heard so far, by listener. ``depth``: calls of the root under way.
     ``edited_under_checkpoint``: listeners whose edits a checkpoint will have to repeat in the
     backward pass. ``must_not_change``: tensors that nobody may write to any more, with their
-    versions and sites.
+    versions and sites. ``offset``: how many positions a KV cache holds before this pass's first;
+    ``prompt``: how many belong to the prompt, if text is being generated.
     """
 
-    __slots__ = ("counts", "depth", "edited_under_checkpoint", "must_not_change")
+    __slots__ = (
+        "counts",
+        "depth",
+        "edited_under_checkpoint",
+        "must_not_change",
+        "offset",
+        "prompt",
+    )
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.edited_under_checkpoint: list[Any] = []
         self.depth = 0
         self.must_not_change: list[tuple[Any, int, str]] = []
+        self.offset = 0
+        self.prompt: int | None = None
 
 
 class Context:

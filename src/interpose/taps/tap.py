@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from interpose.errors import GradientError, Unsupported
+from interpose.sites.tree import Site
 from interpose.taps import values
 from interpose.taps.context import current, frame_of, graph_task, in_autograd_thread, is_heard
 
@@ -109,7 +110,7 @@ class Listener(Protocol):
     single_run: bool
     most_calls: int
     missed: int
-    quick: Callable[[Any], bool] | None
+    rank: int
     tap: Tap | None
 
     def on(self, call: Call) -> None:
@@ -145,10 +146,6 @@ class Tap:
             )
         again = graph_task() != -1  # inside a backward pass: a checkpoint repeats its forward
         here = current()
-        if len(self.listeners) == 1 and not again:
-            quick = self.listeners[0].quick
-            if quick is not None and self.listeners[0].scope in here.scopes and quick(rest[-1]):
-                return None
         anyone = again and in_autograd_thread() and self._has_one_owner()
         call = None
         for listener in self.listeners:
@@ -240,7 +237,8 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
         hooks: Any = module._forward_pre_hooks if phase < AFTER_EDIT else module._forward_hooks
         for tap in hooks.values():
             if type(tap) is Tap and tap.phase == phase:
-                tap.listeners = (listener, *tap.listeners) if first else (*tap.listeners, listener)
+                joined = (listener, *tap.listeners) if first else (*tap.listeners, listener)
+                tap.listeners = tuple(sorted(joined, key=lambda each: each.rank))
                 if phase in (BEFORE_READ, AFTER_READ) and tap.handle is not None:
                     hooks.move_to_end(tap.handle.id)  # foreign hooks may have come since
                 break
@@ -253,6 +251,22 @@ def listen(module: nn.Module, phase: int, listener: Listener, *, first: bool = F
             prepend = phase in (BEFORE_EDIT, AFTER_EDIT)
             tap.handle = register(tap, prepend=prepend, with_kwargs=True)
         listener.tap = tap
+
+
+def is_listened_to(module: nn.Module) -> bool:
+    """Whether someone here and now hears what a module returns."""
+    hooks = module._forward_hooks
+    return bool(hooks) and any(
+        isinstance(tap, Tap) and is_anyone_heard(tap.listeners) for tap in list(hooks.values())
+    )
+
+
+def is_anyone_heard(listeners: Iterable[Any]) -> bool:
+    """Whether one of some listeners hears calls made here and now."""
+    if graph_task() != -1 and in_autograd_thread():
+        return True  # no context there: a recomputation is everybody's
+    here = current()
+    return any(is_heard(listener.scope, here) for listener in listeners)
 
 
 def unlisten(listener: Listener) -> None:
@@ -318,6 +332,32 @@ def given_arguments(
     if len(args) > len(names):
         positional += tuple(named[star])
     return positional, {name: named[name] for name in kwargs}
+
+
+def getter(site: Site) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None:
+    """A short way to a site's value from a call's arguments and output; None if there is none."""
+    leaf = site.tail.leaf
+    if site.tail.port == "output":
+        if not leaf:
+            return lambda args, kwargs, output: output  # noqa: ARG005
+        if len(leaf) == 1 and isinstance(leaf[0], int):
+            at = leaf[0]
+            return lambda args, kwargs, output: (  # noqa: ARG005
+                output[at] if type(output) is tuple and 0 <= at < len(output) else None
+            )
+        return None
+    if len(leaf) != 1:
+        return None
+    key = leaf[0]
+    names = _parameters(site.module)[0]
+    if not isinstance(key, str) or key not in names:
+        return None
+    place = names.index(key)
+
+    def argument(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG001
+        return args[place] if place < len(args) else kwargs.get(key)
+
+    return argument
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], str]:

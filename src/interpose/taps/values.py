@@ -155,7 +155,22 @@ def _copy_expanded(source: Tensor, like: Tensor) -> Tensor:
             small = small.narrow(axis, 0, 1)
     if source is not like and not torch.equal(small.expand_as(source), source):
         return source.clone()
+    if source is not like and source.requires_grad:
+        made: Tensor = _SharedMemory.apply(source, small.detach().clone().expand_as(like))  # type: ignore[no-untyped-call]
+        return made
     return small.clone().expand_as(like)
+
+
+class _SharedMemory(torch.autograd.Function):
+    """A value whose equal entries share memory, while each has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, shared: Tensor) -> Tensor:  # noqa: ARG004
+        return shared
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grad, None
 
 
 def _dense(value: Tensor, holes: bool = False) -> bool:

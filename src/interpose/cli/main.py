@@ -1,0 +1,81 @@
+"""`interpose`: look into a model from the command line. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 2
+    try:
+        status: int = given.run(given)
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        sys.stderr.write(f"interpose {given.command}: {error}\n")
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="interpose", description="Look inside neural networks while they run."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    check = commands.add_parser("check", help="prove the promises on a model")
+    check.set_defaults(run=_check)
+    check.add_argument("--layers", type=int, nargs="+", help="which blocks (default: 3 of them)")
+    sites = commands.add_parser("sites", help="list what can be hooked in a model")
+    sites.set_defaults(run=_sites)
+    for command in (check, sites):
+        command.add_argument("model", help="a folder, or a name on a hub")
+        command.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
+        command.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
+        command.add_argument("--json", action="store_true", help="print JSON")
+    sites.add_argument("pattern", nargs="?", help="only names that match, such as 'blocks.0.**'")
+    return parser
+
+
+def _load(given: argparse.Namespace) -> TransformerModel:
+    import torch
+
+    import interpose as ip
+
+    dtype = None if given.dtype is None else getattr(torch, given.dtype, None)
+    if given.dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {given.dtype!r}; try float32, bfloat16 or float16.")
+    return ip.load(given.model, device=given.device, dtype=dtype)
+
+
+def _check(given: argparse.Namespace) -> int:
+    report = _load(given).check(layers=given.layers)
+    _print(json.dumps(report.to_dict(), indent=2) if given.json else repr(report))
+    return 0 if report.passed else 1
+
+
+def _sites(given: argparse.Namespace) -> int:
+    sites = _load(given).sites
+    chosen = sites if given.pattern is None else sites.select(given.pattern)
+    if given.json:
+        found = {
+            name: {"kind": site.kind, "axes": list(site.axes), "about": site.about}
+            for name, site in chosen.items()
+        }
+        _print(json.dumps(found, indent=2))
+    else:
+        _print(repr(chosen))
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

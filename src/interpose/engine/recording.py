@@ -1,0 +1,130 @@
+"""A ``with`` block that keeps values: of all forward passes inside it, joined where they go on from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from interpose.engine.cache import Cache
+from interpose.engine.capture import Cut
+from interpose.engine.hooks import Engine, Hook
+from interpose.engine.listeners import Capturing
+from interpose.engine.scope import Binding, Scope
+from interpose.sites.tree import Filter, Site
+from interpose.taps import values
+from interpose.taps.context import frame_of
+
+if TYPE_CHECKING:
+    from interpose.engine.model import Model
+
+
+class Piece(NamedTuple):
+    """One value, and the position in the whole text where it begins."""
+
+    site: Site
+    offset: int
+    tensor: Tensor
+    generated: bool = False
+    """Whether it was made while text was being generated."""
+
+
+class Recording(Scope):
+    """A scope that also keeps the values of some sites, over several forward passes."""
+
+    def __init__(
+        self, model: Model, wanted: Filter, hooks: Sequence[Hook] = (), *, cut: Cut
+    ) -> None:
+        super().__init__(model, hooks)
+        self.cut = cut
+        self.pieces: dict[str, list[Piece]] = {}
+        reads = Binding(Engine("the cache"), "fwd")
+        reads.listeners = [
+            Capturing(model, site, self, outright=outright, sink=self)
+            for site, outright in model.tree.select(wanted)
+        ]
+        self.bindings.append(reads)
+        self._cache = Cache(spelling=model.tree.spelling)
+
+    def __enter__(self) -> Cache:  # type: ignore[override]
+        super().__enter__()
+        return self._cache
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._fill()
+        super().__exit__(kind, error, trace)
+        self.bindings.clear()
+
+    def keep(
+        self,
+        site: Site,
+        name: str,
+        call: int | None,  # noqa: ARG002
+        leaf: values.Leaf,  # noqa: ARG002
+        part: Tensor,
+    ) -> None:
+        """Take one value."""
+        frame = frame_of(self.model.root)
+        piece = Piece(site, frame.offset, part, frame.prompt is not None)
+        self.pieces.setdefault(name, []).append(piece)
+
+    def done(self, listener: Capturing) -> None:
+        """Nothing: it goes on."""
+
+    def _fill(self) -> None:
+        for name, pieces in self.pieces.items():
+            site = pieces[0].site
+            whole = joined(pieces)
+            keys = [name] if len(whole) == 1 else [f"{name}#{i}" for i in range(len(whole))]
+            self._cache._values.update(zip(keys, whole))
+            if len(whole) > 1:
+                self._cache._calls[name] = keys
+            for other in {site.canonical, *site.aliases} - {name}:
+                self._cache._aliases.setdefault(other, name)
+        self.pieces = {}
+
+
+def joined(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Values of one site as sequences: a piece that begins where positions are known goes on with them."""
+    axes = pieces[0].site.axes
+    axis = next((axes.index(name) for name in ("pos", "query") if name in axes), None)
+    whole: list[list[Piece]] = []
+    for piece in pieces:
+        if piece.offset == 0 or axis is None or not whole:
+            if axis is not None and whole and _is_next(whole[-1], piece, axis):
+                whole.pop()  # without a KV cache each pass repeats the text so far
+            whole.append([piece])
+        else:
+            whole[-1].append(piece)
+    return [_cat(parts, axis, axes) for parts in whole]
+
+
+def _is_next(before: list[Piece], after: Piece, axis: int) -> bool:
+    """Whether a pass is the next step of generating a text, over all of it."""
+    longer = after.tensor.shape[axis] == before[0].tensor.shape[axis] + 1
+    return after.generated and len(before) == 1 and longer
+
+
+def _cat(parts: list[Piece], axis: int | None, axes: tuple[str, ...]) -> Tensor:
+    if axis is None or len(parts) == 1:
+        return parts[0].tensor
+    found = [part.tensor for part in parts]
+    if "key" in axes:
+        # No weight lies on keys that a query did not see: later ones, and those that a sliding
+        # cache has dropped at the left.
+        ends = [part.offset + part.tensor.shape[axis] for part in parts]
+        left = [max(0, end - value.shape[-1]) for end, value in zip(ends, found)]
+        widest = max(ends[-1], *(value.shape[-1] for value in found))
+        found = [
+            torch.nn.functional.pad(value, (gap, widest - gap - value.shape[-1]))
+            for gap, value in zip(left, found)
+        ]
+    return torch.cat(found, dim=axis)

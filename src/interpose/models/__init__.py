@@ -1,0 +1,1 @@
+"""Models of transformers: what their parts mean, found out from the live model."""

@@ -1,0 +1,117 @@
+"""What discovery finds in a model, as plain data: towers of blocks, and where in each the parts are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from interpose.sites.grammar import Tail
+from interpose.sites.lens import Lens
+from interpose.taps import values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A value in the live model: a module, which of its values, and the lens to see it through."""
+
+    path: str
+    module: nn.Module
+    tail: Tail
+    lens: Lens | None = None
+    shape: tuple[int, ...] = ()
+    """Of the module's value in the probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A norm, and whether its formula is the usual one (else ``why_not`` says what was found)."""
+
+    place: Place
+    centred: bool = False
+    eps: float = 0.0
+    why_not: str = ""
+    reads_sum: bool = False
+    """Whether it stands in the stream (post-norm blocks), rather than before a branch."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attention:
+    """One attention computation of a block."""
+
+    name: str
+    """``attn``, or ``cross_attn`` where keys come from another tower."""
+    path: str
+    core: nn.Module
+    scores_ndim: int = 4
+    by: str
+    """``interface``, ``kernel`` (a fused kernel call) or ``softmax`` (by hand)."""
+    n_heads: int
+    n_key_value_heads: int
+    d_head: int
+    d_value: int
+    projections: dict[str, Place] = field(default_factory=dict)
+    unturned: set[str] = field(default_factory=set)
+    """Projections whose values reach the kernel as they are: nothing rotates or normalises them."""
+    direct: set[str] = field(default_factory=set)
+    """Projections that read the stream (or what its norm made of it) and nothing else."""
+    out: Place | None = None
+    """The output projection's input, by head."""
+    out_shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class FeedForward:
+    """The MLP of a block, or its mixture of experts."""
+
+    path: str
+    pre: Place | None = None
+    pre_linear: Place | None = None
+    down: Place | None = None
+    router: Place | None = None
+    router_leaves: dict[str, values.Leaf] = field(default_factory=dict)
+    experts: Place | None = None
+    expert_arguments: tuple[str, str] | None = None
+    """What its experts call the chosen ones and their weights, if they take them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """One block of a tower."""
+
+    index: int
+    path: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    """Of the stream in the probe."""
+    sites: dict[str, Place] = field(default_factory=dict)
+    attentions: list[Attention] = field(default_factory=list)
+    mlp: FeedForward | None = None
+    mixer: str | None = None
+    norms: dict[str, Norm] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    sums: list[tuple[str, list[str], str]] = field(default_factory=list)
+    """Additions that hold: the stream before, what is added, the stream after."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tower:
+    """A stack of blocks: the decoder, an encoder, a vision tower."""
+
+    prefix: str
+    path: str
+    blocks: list[Block]
+    final_norm: Norm | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Anatomy:
+    """All of a model."""
+
+    tokens: tuple[int, int] = (0, 0)
+    """How many texts of how many tokens the probe had."""
+    towers: list[Tower] = field(default_factory=list)
+    embed: Place | None = None
+    pos_embed: Place | None = None
+    unembed: Place | None = None
+    absent: dict[str, str] = field(default_factory=dict)

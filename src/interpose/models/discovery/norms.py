@@ -1,0 +1,38 @@
+"""Norms: which formula one follows, checked on the probe's numbers, so that its scale can be named."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from interpose.models.discovery.anatomy import Norm
+from interpose.models.discovery.record import Event
+from interpose.models.discovery.stream import place_of
+
+_EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_epsilon")
+
+
+def describe(event: Event) -> Norm:
+    """A norm with its formula: ``(x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``, times a weight."""
+    module = event.module
+    place = place_of(event, "output", event.made[0])
+    eps = next((float(getattr(module, name)) for name in _EPS if hasattr(module, name)), None)
+    given, made = event.given[0].row, event.made[0].row
+    if eps is None or given.size != made.size or not given.size:
+        return Norm(place=place, why_not=f"{type(module).__name__} names no epsilon")
+    weight = getattr(module, "weight", None)
+    weights = [np.ones_like(given)]
+    if weight is not None and weight.numel() == given.size:
+        numbers = weight.detach().double().cpu().numpy().reshape(-1)
+        weights = [numbers, 1 + numbers]
+    bias = getattr(module, "bias", None)
+    shift = 0.0 if bias is None else bias.detach().double().cpu().numpy().reshape(-1)
+    fits: list[tuple[float, bool]] = []
+    for centred in (False, True):
+        unit = given - given.mean() if centred else given
+        unit = unit / np.sqrt((unit**2).mean() + eps)
+        errors = [np.abs(unit * factor + shift - made).max() for factor in weights]
+        fits.append((float(min(errors)), centred))
+    error, centred = min(fits)
+    if error > 3e-2 * np.abs(made).max():
+        return Norm(place=place, why_not=f"{type(module).__name__} follows neither usual formula")
+    return Norm(place=place, centred=centred, eps=eps)

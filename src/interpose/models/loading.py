@@ -1,0 +1,129 @@
+"""`ip.wrap` and `ip.load`: a model from a module, from a folder, or from a hub."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from interpose.engine.model import Model
+from interpose.models.transformer import TransformerModel
+
+
+def wrap(module: nn.Module, tokenizer: Any = None, processor: Any = None) -> Model:
+    """Look inside a module: its sites by name, hooks, runs, caches. The module itself stays as it is.
+
+    A model of transformers also gets semantic sites (`TransformerModel`); any other module has
+    those of its own parts.
+
+    ```python
+    model = ip.wrap(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()))
+    output, cache = model.run_with_cache(torch.randn(2, 4))
+    cache["1"]                                    # what the ReLU returned
+    ```
+
+    Args:
+        module: any ``nn.Module``.
+        tokenizer: for text, if it is a language model.
+        processor: for text with images or sound.
+    """
+    if is_transformer(module):
+        return TransformerModel(module, tokenizer=tokenizer, processor=processor)
+    if tokenizer is not None or processor is not None:
+        raise TypeError(
+            f"{type(module).__name__} is no model of transformers: it takes no tokenizer."
+        )
+    return Model(module)
+
+
+def as_model(model: Model | nn.Module) -> Model:
+    """A model, wrapped if it is not yet."""
+    return model if isinstance(model, Model) else wrap(model)
+
+
+def is_transformer(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, also inside an adapter's wrapper or torch's."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, nn.Module):
+        return False
+    for inner in ("_orig_mod", "module"):
+        if isinstance(getattr(module, inner, None), nn.Module):
+            module = getattr(module, inner)
+    base = getattr(module, "get_base_model", None)
+    kind = transformers.PreTrainedModel
+    return isinstance(module, kind) or (base is not None and isinstance(base(), kind))
+
+
+def load(
+    name_or_folder: str,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> TransformerModel:
+    """Load a model of transformers with its tokenizer, from a folder or a hub, ready to be looked into.
+
+    Args:
+        name_or_folder: what ``from_pretrained`` takes.
+        device: where to put it; by default the accelerator, if there is one.
+        dtype: of its weights; by default the one it was saved in.
+        **options: for ``from_pretrained``, such as ``device_map`` or ``attn_implementation``.
+    """
+    import transformers
+
+    config = options.pop("config", None)
+    if config is None:
+        known = {key: options[key] for key in _FOR_FILES if key in options}
+        config = transformers.AutoConfig.from_pretrained(name_or_folder, **known)
+    kind = _class_for(transformers, config)
+    module = kind.from_pretrained(
+        name_or_folder, config=config, dtype="auto" if dtype is None else dtype, **options
+    )
+    if "device_map" not in options:
+        module = module.to(device or _best_device())
+    module.eval()
+    tokenizer, processor = _readers(transformers, name_or_folder, options)
+    return TransformerModel(module, tokenizer=tokenizer, processor=processor)
+
+
+_FOR_FILES = (
+    "revision",
+    "token",
+    "cache_dir",
+    "local_files_only",
+    "trust_remote_code",
+    "subfolder",
+)
+
+
+def _best_device() -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
+def _class_for(transformers: Any, config: Any) -> Any:
+    """The class a checkpoint was saved with, else the first that knows its kind of config."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
+        if type(config) in getattr(transformers, name)._model_mapping:
+            return getattr(transformers, name)
+    return transformers.AutoModel
+
+
+def _readers(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Tokenizer and processor, as far as the checkpoint has them."""
+    known = {key: options[key] for key in _FOR_FILES if key in options}
+    found: list[Any] = []
+    for reader in (transformers.AutoTokenizer, transformers.AutoProcessor):
+        try:
+            found.append(reader.from_pretrained(name, **known))
+        except (OSError, ValueError, KeyError, ImportError):
+            found.append(None)  # no such files: the model works on tensors
+    tokenizer, processor = found
+    return tokenizer, None if processor is tokenizer or isinstance(
+        processor, type(tokenizer)
+    ) else processor

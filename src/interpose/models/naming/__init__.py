@@ -1,0 +1,1 @@
+"""Names for what was found: canonical ones, and those of other systems."""

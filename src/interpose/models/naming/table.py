@@ -1,0 +1,321 @@
+"""From an `Anatomy` to sites: every canonical name with its module, lens, axes and a sentence about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from torch import nn
+
+from interpose.models.discovery.anatomy import (
+    Anatomy,
+    Attention,
+    Block,
+    FeedForward,
+    Norm,
+    Place,
+    Tower,
+)
+from interpose.models.discovery.parts import why_not_plain
+from interpose.models.reach.derived import ExpertOutputs, HeadInputs, HeadResults, NormScale
+from interpose.models.reach.inner import Core, FunctionPoint, InnerPoint, Reach
+from interpose.models.reach.interface import Interface
+from interpose.models.reach.lenses import Batched, Folded, Heads, Stash, Swapped, Switches
+from interpose.sites.grammar import OUTPUT, Tail
+from interpose.sites.lens import Lens, Switch
+from interpose.sites.tree import Site
+
+STREAM = ("batch", "pos", "d_model")
+HEADS = ("batch", "pos", "head", "d_head")
+PAIRS = ("batch", "head", "query", "key")
+INSIDE = ("batch", "pos", "d_mlp")
+RESULTS = ("batch", "pos", "head", "d_model")
+
+ABOUT = {
+    "resid_pre": "the residual stream as the block gets it",
+    "resid_mid": "the residual stream between attention and MLP; an edit reaches the skip path too",
+    "resid_mid_cross": "the residual stream after cross attention",
+    "resid_post": "the residual stream as the block leaves it",
+    "attn_out": "what attention adds to the stream, after norms and multipliers",
+    "cross_attn_out": "what cross attention adds to the stream",
+    "mlp_out": "what the MLP adds to the stream, after norms and multipliers",
+    "mixer_out": "what the mixer (state space, linear attention) adds to the stream",
+    "mixer_in": "what the mixer reads",
+    "attn_in": "what attention reads of the stream: an edit reaches attention alone",
+    "cross_attn_in": "what cross attention reads of the stream: an edit reaches it alone",
+    "mlp_in": "what the MLP reads of the stream: an edit reaches the MLP alone",
+    "q": "queries by head, as projected, before rotary",
+    "k": "keys by head, as projected, before rotary",
+    "v": "values by head, as projected",
+    "rot_q": "queries as the attention kernel gets them",
+    "rot_k": "keys as the attention kernel gets them",
+    "attn_scores": "attention scores with mask, before softmax",
+    "pattern": "attention probabilities",
+    "z": "what each head hands to the output projection",
+    "out": "what the output projection returns",
+    "result": "what each head adds, through its part of the output projection",
+    "q_input": "the stream as each head reads it for its query",
+    "k_input": "the stream as each head reads it for its key",
+    "v_input": "the stream as each head reads it for its value",
+    "pre": "neurons before the activation",
+    "pre_linear": "what the activated gate is multiplied with",
+    "post": "neurons: what the last projection takes",
+    "router_logits": "router logits, before experts are chosen",
+    "expert_weights": "the weights of the chosen experts",
+    "expert_indices": "the chosen experts",
+    "experts_out": "the chosen experts' outputs, weighted and added",
+    "expert_out": "what each chosen expert adds, weighted",
+    "normalized": "what the norm returns",
+    "scale": "what the norm divides by",
+    "embed": "token embeddings",
+    "pos_embed": "position embeddings",
+    "unembed_in": "what is unembedded",
+    "unembed_out": "logits as the unembedding gives them",
+}
+
+_NO_OWN = "no projection of this layer's own makes its {}"
+_INDIRECT = "the projection that makes its {} does not read the stream itself"
+_MIXTURE = "this layer is a mixture of experts, each with neurons of its own"
+_WORDS = {"q": "queries", "k": "keys", "v": "values"}
+
+
+class Table:
+    """All sites of a model by canonical name, and for names that are no site, why."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.sites: dict[str, Site] = {}
+        self.absent: dict[str, str] = dict(anatomy.absent)
+        self._tokens = anatomy.tokens
+        self._block: Block | None = None
+        self._around: Stash | None = None
+        self._ends(anatomy)
+        for tower in anatomy.towers:
+            self._tower(tower)
+        if anatomy.unembed is not None:
+            logits = ("batch", "pos", "d_vocab")
+            self._add("unembed.hook_in", _input(anatomy.unembed), STREAM, "unembed_in", named=True)
+            self._add("unembed.hook_out", anatomy.unembed, logits, "unembed_out", named=True)
+
+    def _add(
+        self,
+        name: str,
+        place: Place,
+        axes: tuple[str, ...],
+        kind: str | None = None,
+        *,
+        lens: Lens | None = None,
+        switch: Switch | None = None,
+        named: bool = False,
+    ) -> None:
+        """Add a site; one that must be ``named`` is not among those kept by default."""
+        kind = kind or name.rsplit("hook_", 1)[1]
+        inner = isinstance(place.module, InnerPoint)  # no module of the model: it has no path
+        shown = lens or place.lens
+        if axes[:2] == ("batch", "pos") and self._is_flat(place) and self._around is not None:
+            shown = Batched(self._around, shown)
+            switch = self._around if switch is None else Switches((self._around, switch))
+        elif place.shape and lens is None and axes[-1].startswith("d_"):
+            axes = _axes_of(place, axes, self._tokens)
+        self.sites[name] = Site(
+            name=name,
+            canonical=name,
+            stem=name,
+            path=name,
+            tail=place.tail,
+            module=place.module,
+            kind=kind,
+            layer=None if self._block is None else self._block.index,
+            axes=axes,
+            about=ABOUT.get(kind, kind.replace("_", " ")),
+            lens=shown,
+            switch=switch,
+            primary=not named,
+            aliases=() if inner or shown is not None else (f"{place.path}{place.tail}",),
+        )
+
+    def _is_flat(self, place: Place) -> bool:
+        """Whether batch and positions are one axis here, though not in the stream."""
+        stream = () if self._block is None else self._block.shape
+        return len(stream) >= 3 and len(place.shape) == 2 and place.shape[0] == prod(stream[:2])
+
+    def _ends(self, found: Anatomy) -> None:
+        if found.embed is not None:
+            self._add("hook_embed", found.embed, STREAM)
+        if found.pos_embed is not None:
+            self._add("hook_pos_embed", found.pos_embed, STREAM)
+        else:
+            self.absent["hook_pos_embed"] = "positions are not embedded by a module of their own"
+
+    def _tower(self, tower: Tower) -> None:
+        for block in tower.blocks:
+            self._block, self._around = block, Stash(block.module)
+            prefix = f"{tower.prefix}blocks.{block.index}."
+            for kind, place in _in_order(block):
+                self._add(f"{prefix}hook_{kind}", place, STREAM, named=kind.endswith("_in"))
+            for attention in block.attentions:
+                self._attention(prefix, block, attention)
+            if block.mlp is not None:
+                self._mlp(f"{prefix}mlp.", block.mlp)
+            for name, norm in block.norms.items():
+                self._norm(f"{prefix}{name}.", norm)
+            if not block.attentions:
+                self._no_attention(prefix)
+            for kind, reason in block.absent.items():
+                self.absent[f"{prefix}hook_{kind}"] = reason
+        self._block = self._around = None
+        if tower.final_norm is not None:
+            self._norm(f"{tower.prefix}ln_final.", tower.final_norm)
+        for kind in ("scale", "normalized"):
+            if f"{tower.prefix}ln_final.hook_{kind}" not in self.sites:
+                reason = "no norm reads the last block's output"
+                self.absent.setdefault(f"{tower.prefix}ln_final.hook_{kind}", reason)
+
+    def _no_attention(self, prefix: str) -> None:
+        inside = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result", "out")
+        names = [f"{prefix}attn.hook_{kind}" for kind in inside]
+        for name in (*names, f"{prefix}hook_attn_out", f"{prefix}hook_attn_in"):
+            if name not in self.sites:
+                self.absent[name] = "this block has no attention"
+
+    def _norm(self, prefix: str, norm: Norm) -> None:
+        self._add(f"{prefix}hook_normalized", norm.place, STREAM)
+        if norm.why_not:
+            self.absent[f"{prefix}hook_scale"] = norm.why_not
+            return
+        lens = NormScale(norm.centred, norm.eps)
+        self._add(f"{prefix}hook_scale", norm.place, ("batch", "pos", "1"), lens=lens)
+
+    # Attention.
+
+    def _attention(self, prefix: str, block: Block, found: Attention) -> None:
+        at = f"{prefix}{found.name}."
+        for role in ("q", "k", "v"):
+            self._projection(prefix, at, role, block, found)
+        reach = Interface() if found.by == "interface" else Reach()
+        core = Core(found.core, reach=reach)
+        for role in ("q", "k"):
+            name = f"{at}hook_rot_{role}"
+            if found.by == "softmax":
+                self.absent[name] = "its scores are multiplied out without an attention kernel"
+                continue
+            place = Place(path=name, module=getattr(core, role), tail=OUTPUT)
+            same = role in found.unturned  # nothing turns them: they are hook_q, hook_k
+            self._add(name, place, HEADS, lens=Swapped(1, 2), switch=core, named=same)
+        for kind, point in (("attn_scores", core.scores), ("pattern", core.pattern)):
+            if found.scores_ndim not in (3, 4):
+                self.absent[f"{at}hook_{kind}"] = f"its scores have {found.scores_ndim} axes"
+                continue
+            place = Place(path=f"{at}{kind}", module=point, tail=OUTPUT)
+            folded = Folded(found.n_heads) if found.scores_ndim == 3 else None
+            self._add(f"{at}hook_{kind}", place, PAIRS, lens=folded, switch=core)
+        if found.out is None:
+            for kind in ("z", "result", "out"):
+                self.absent[f"{at}hook_{kind}"] = "no output projection follows attention"
+            return
+        heads = found.out.lens
+        self._add(f"{at}hook_z", found.out, HEADS if heads is not None else INSIDE)
+        out = Place(
+            path=found.out.path, module=found.out.module, tail=OUTPUT, shape=found.out_shape
+        )
+        self._add(f"{at}hook_out", out, STREAM, named=True)
+        why = why_not_plain(out.module) if isinstance(heads, Heads) else "its heads are not apart"
+        if why is None and isinstance(heads, Heads):
+            lens = HeadResults(heads)
+            self._add(f"{at}hook_result", out, RESULTS, lens=lens, named=True)
+        else:
+            self.absent[f"{at}hook_result"] = str(why)
+
+    def _projection(self, prefix: str, at: str, role: str, block: Block, found: Attention) -> None:
+        place, name = found.projections.get(role), f"{prefix}hook_{role}_input"
+        if place is None:
+            self.absent[f"{at}hook_{role}"] = self.absent[name] = _NO_OWN.format(_WORDS[role])
+            return
+        self._add(f"{at}hook_{role}", place, HEADS)
+        if found.name != "attn":
+            return
+        if role not in found.direct or not isinstance(place.lens, Heads):
+            self.absent[name] = _INDIRECT.format(_WORDS[role])
+            return
+        why = why_not_plain(place.module)
+        if why is not None:
+            self.absent[name] = why
+            return
+        norm = block.norms.get("ln1")
+        stash = None if norm is None or norm.reads_sum else Stash(norm.place.module)
+        lens = HeadInputs(place.lens, stash)
+        self._add(name, place, RESULTS, lens=lens, switch=stash, named=True)
+
+    # MLP.
+
+    def _mlp(self, at: str, found: FeedForward) -> None:
+        mixture = found.experts is not None or found.router is not None
+        for kind, place, why in (
+            ("pre", found.pre, "its projections do not multiply out to what the last one takes"),
+            ("pre_linear", found.pre_linear, "this MLP has no gate"),
+            ("post", found.down, "it has no last projection"),
+        ):
+            if place is not None:
+                self._add(f"{at}hook_{kind}", place, INSIDE)
+            else:
+                self.absent[f"{at}hook_{kind}"] = _MIXTURE if mixture else why
+        if found.experts is not None:
+            self._add(f"{at}hook_experts_out", found.experts, STREAM, named=True)
+            self._expert_outputs(f"{at}hook_expert_out", found)
+        if found.router is not None:
+            self._router(at, found, found.router)
+
+    def _expert_outputs(self, name: str, found: FeedForward) -> None:
+        if found.experts is None or found.expert_arguments is None:
+            self.absent[name] = "its experts are not told which of them are chosen"
+            return
+        lens = ExpertOutputs(*found.expert_arguments)
+        self._add(name, found.experts, ("batch", "pos", "chosen", "d_model"), lens=lens, named=True)
+
+    def _router(self, at: str, found: FeedForward, router: Place) -> None:
+        for kind in ("weights", "indices"):
+            leaf = found.router_leaves.get(kind)
+            if leaf is not None:
+                tail = Tail(leaf=leaf)
+                place = Place(path=router.path, module=router.module, tail=tail, shape=router.shape)
+                self._add(f"{at}hook_expert_{kind}", place, ("batch", "pos", "chosen"))
+        if any(p.ndim == 2 for p in router.module.parameters(recurse=False)):
+            point = FunctionPoint(router.module, nn.functional.linear)
+            place = Place(path=f"{at}logits", module=point, tail=OUTPUT, shape=router.shape)
+            self._add(f"{at}hook_router_logits", place, ("batch", "pos", "expert"), switch=point)
+        else:
+            self.absent[f"{at}hook_router_logits"] = "its router is no single linear map"
+
+
+def _in_order(block: Block) -> Iterator[tuple[str, Place]]:
+    """The values of the stream and of its branches, as they come."""
+    yield "resid_pre", block.sites["resid_pre"]
+    for kind, branch in (("attn_in", "ln1"), ("cross_attn_in", "ln_cross"), ("mlp_in", "ln2")):
+        norm = block.norms.get(branch)
+        if kind == "attn_in" and not block.attentions:
+            continue
+        if norm is not None and kind not in block.sites and not norm.reads_sum:
+            yield kind, _input(norm.place)
+    for kind, place in block.sites.items():
+        if kind not in ("resid_pre", "resid_post"):
+            yield kind, place
+    yield "resid_post", block.sites["resid_post"]
+
+
+def _input(place: Place) -> Place:
+    """The first tensor a module takes."""
+    tail = Tail(call=place.tail.call, port="input", leaf=(0,))
+    return Place(path=place.path, module=place.module, tail=tail, shape=place.shape)
+
+
+def _axes_of(place: Place, axes: tuple[str, ...], tokens: tuple[int, int]) -> tuple[str, ...]:
+    """Axes of a value that has not those of its kind: several streams, or no batch."""
+    shown = len(place.shape) + (1 if isinstance(place.lens, Heads) else 0)
+    if shown == len(axes) or "head" in axes:
+        return axes
+    if shown == 2:
+        return ("pos", axes[-1])
+    if shown == 4 and place.shape[1:3] == tokens:
+        return ("stream", "batch", "pos", axes[-1])
+    if shown == 4:
+        return ("batch", "pos", "stream", axes[-1])
+    return (*(f"axis_{i}" for i in range(shown - 1)), axes[-1])

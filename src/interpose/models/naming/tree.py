@@ -1,0 +1,226 @@
+"""Names of a transformer: semantic sites first, the module's own paths below them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
+from interpose.models.naming import names
+from interpose.models.naming.table import Table
+from interpose.sites.grammar import Tail, compile_glob, is_glob
+from interpose.sites.suggest import explain_missing
+from interpose.sites.tree import ModuleTree, Site
+
+
+class SemanticTree(ModuleTree):
+    """A module tree whose sites also have the names of what they mean. Discovery waits until one is asked for."""
+
+    def __init__(self, root: nn.Module, discover: Callable[[], Table]) -> None:
+        super().__init__(root)
+        self._discover = discover
+        self._table: Table | None = None
+        self._asked: dict[str, Site] = {}
+        self._globs: dict[str, list[tuple[Site, bool]]] = {}
+        self._meanings: dict[str, str] = {}
+
+    @property
+    def table(self) -> Table:
+        """The sites that discovery found; found once."""
+        if self._table is None:
+            self._table = self._discover()
+        return self._table
+
+    def site(self, name: str) -> Site:
+        """The site a name means, by any system's word for it."""
+        asked = self._asked.get(name)
+        if asked is not None:
+            return asked
+        if not names.looks_semantic(name) and self.leads_somewhere(name):
+            return super().site(name)
+        found = self._semantic(name)
+        if found is None:
+            if name.removeprefix("hook_") in names.kinds():
+                raise AmbiguousSite(
+                    f"{name!r} is in every block; say which: ({name!r}, 5), or for all of them "
+                    f"{names.of_kind(name, '*')!r}."
+                )
+            raise SiteNotFound(self._why_not(name))
+        self._asked[name] = found
+        return found
+
+    def _semantic(self, name: str) -> Site | None:
+        stem, mark, call = name.partition("#")
+        if mark and not call.isdigit():
+            return None
+        key = self._key(stem)
+        found = self.table.sites.get(key)
+        if found is None:
+            return None
+        tail = Tail(int(call), found.tail.port, found.tail.leaf) if mark else found.tail
+        canonical = f"{key}#{call}" if mark else key
+        return replace(found, name=name, canonical=canonical, stem=stem, tail=tail)
+
+    def spelling(self, asked: Any) -> str:
+        """The canonical spelling of a name or short form."""
+        if names.is_short_form(asked):
+            asked = names.of_kind(*asked)
+        if not isinstance(asked, str):
+            raise TypeError(
+                "a site is named by a string such as 'blocks.5.hook_resid_post', or by kind and "
+                f"layer: ('resid_post', 5); got {asked!r}"
+            )
+        return self._key(asked)
+
+    def _key(self, name: str) -> str:
+        """The canonical spelling, layers counted from the end included."""
+        key = names.canonical(name)
+        negative = re.match(r"(.*?)blocks\.(-\d+)\.(.*)", key)
+        if negative is not None:
+            prefix, layer, rest = negative.groups()
+            count = self.blocks(prefix) or self.blocks("decoder.")
+            number = int(layer) + count
+            key = f"{prefix}blocks.{number if number >= 0 else layer}.{rest}"
+        if key.startswith("blocks.") and key not in self.table.sites:
+            # An encoder-decoder has no blocks without a prefix: its decoder's are meant.
+            if f"decoder.{key}" in self.table.sites or f"decoder.{key}" in self.table.absent:
+                return f"decoder.{key}"
+        if key.endswith("mlp.hook_pre_linear") and key not in self.table.sites and key != name:
+            key = key.removesuffix("_linear")  # the bridge's `mlp.in` of an MLP without a gate
+        return key
+
+    def meaning(self, name: str) -> str | None:
+        """The semantic name of a module path, if discovery knows one."""
+        if self._table is None:
+            return None
+        if not self._meanings:
+            sites = self._table.sites.values()
+            self._meanings = {path: s.canonical for s in sites for path in s.aliases}
+        return self._meanings.get(name)
+
+    def forget(self) -> None:
+        """Discover again when next asked."""
+        self._table = None
+        self._meanings.clear()
+        self._asked.clear()
+        self._globs.clear()
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Offer a site no more."""
+        self.table.sites.pop(name, None)
+        self.table.absent[name] = reason
+        self._asked.clear()
+        self._globs.clear()
+
+    def blocks(self, prefix: str = "") -> int:
+        """How many blocks a tower has."""
+        start = f"{prefix}blocks."
+        layers = {n[len(start) :].split(".")[0] for n in self.table.sites if n.startswith(start)}
+        return len(layers)
+
+    def leads_somewhere(self, name: str) -> bool:
+        """Whether a name is one of a site."""
+        if names.looks_semantic(name):
+            return self._semantic(name) is not None
+        return super().leads_somewhere(name)
+
+    def select(self, wanted: object) -> list[tuple[Site, bool]]:
+        """Sites that a filter means; patterns and callables range over canonical names."""
+        if wanted is None:
+            if not self.table.sites:
+                return super().select(None)
+            return [(site, False) for site in self.table.sites.values() if site.primary]
+        if names.is_short_form(wanted):
+            return [(self.site(self.spelling(wanted)), True)]
+        if isinstance(wanted, str):
+            return self._select_name(wanted)
+        if isinstance(wanted, re.Pattern):
+            return self._accepted(lambda name: bool(wanted.search(name)), wanted)
+        if callable(wanted) and not isinstance(wanted, (nn.Module, Site)):
+            return self._accepted(wanted, wanted)
+        if isinstance(wanted, Iterable) and not isinstance(wanted, (nn.Module, Site)):
+            found: dict[str, tuple[Site, bool]] = {}
+            for part in wanted:
+                for site, outright in self.select(part):
+                    found.setdefault(site.name, (site, outright))
+            if not found:
+                return super().select([])
+            return list(found.values())
+        return super().select(wanted)
+
+    def _select_name(self, name: str) -> list[tuple[Site, bool]]:
+        if not is_glob(name):
+            kind = name.removeprefix("hook_")
+            if kind in names.kinds() and not super().leads_somewhere(name):
+                main = "" if self.blocks() else "decoder."
+                name = main + names.of_kind(kind, "*")
+            else:
+                return [(self.site(name), True)]
+        hits = self._globs.get(name)
+        if hits is None:
+            regex = compile_glob(names.canonical(name))
+            hits = [(s, False) for key, s in self.table.sites.items() if regex.fullmatch(key)]
+            self._globs[name] = hits
+        if hits:
+            return hits
+        if names.looks_semantic(name):
+            raise NothingMatched(self._nothing(f"the glob {name!r}"))
+        return super().select(name)
+
+    def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
+        if not self.table.sites:
+            return super().select(asked)
+        hits = [site for name, site in self.table.sites.items() if accepts(name)]
+        if not hits:
+            raise NothingMatched(self._nothing(f"the filter {getattr(asked, '__name__', asked)!r}"))
+        return [(site, False) for site in hits]
+
+    def _nothing(self, what: str) -> str:
+        some = [name for name in self.table.sites if not name.startswith("blocks.")][:3]
+        some += [name for name in self.table.sites if name.startswith("blocks.0.")][:5]
+        return (
+            f"{what} matches no site in {self.label}.\n  sites are: {', '.join(some)}, ... "
+            f"({len(self.table.sites)} in all)\n  `*` stays within one dotted segment and `**` spans "
+            "many.   (list them: model.sites)"
+        )
+
+    def _why_not(self, name: str) -> str:
+        """Walk the name segment by segment; say what is there, or why the site is not."""
+        key = self._key(name.partition("#")[0])
+        reason = self.table.absent.get(key)
+        if reason is not None:
+            return f"{self.label} has no {name!r}: {reason}."
+        if not names.looks_semantic(name) and self.walk(name)[1]:
+            return explain_missing(self, name)
+        segments, here = key.split("."), ""
+        for at, segment in enumerate(segments):
+            children = self._children(here)
+            if segment not in children:
+                break
+            here = ".".join(segments[: at + 1])
+        else:
+            children = self._children(here)
+        shown = ", ".join(children[:12]) + (
+            f", ... ({len(children)})" if len(children) > 12 else ""
+        )
+        if children and all(child.isdigit() for child in children):
+            shown = f"{len(children)} entries (0..{len(children) - 1})"
+        where = repr(here) if here else self.label
+        near = difflib.get_close_matches(key, list(self.table.sites), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "no name is close to it."
+        return (
+            f"no site {name!r} in {self.label}.\n  {where} has: {shown}\n  {hint}   "
+            "(list them: model.sites)"
+        )
+
+    def _children(self, path: str) -> list[str]:
+        start = f"{path}." if path else ""
+        found = {
+            n[len(start) :].split(".")[0]: None for n in self.table.sites if n.startswith(start)
+        }
+        return list(found)

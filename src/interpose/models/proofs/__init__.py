@@ -1,0 +1,1 @@
+"""Proving the promises on a live model."""

@@ -1,0 +1,1 @@
+"""Text in, logits out: forward, padding, generation."""

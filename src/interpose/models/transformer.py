@@ -1,0 +1,137 @@
+"""`TransformerModel`: a model of transformers with semantic sites, text in and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from interpose.engine.model import Model
+from interpose.models.discovery.anatomy import Anatomy
+from interpose.models.naming.catalog import SemanticSites
+from interpose.models.naming.table import Table
+from interpose.models.naming.tree import SemanticTree
+from interpose.models.proofs.check import check
+from interpose.models.proofs.report import Report
+from interpose.models.running import generation
+from interpose.models.running.batches import generate_batch
+from interpose.models.running.forward import Forward
+from interpose.models.running.text import Text
+from interpose.models.weights.attributes import OURS, part_of
+from interpose.models.weights.config import ModelConfig, describe
+from interpose.models.weights.weights import Weights
+from interpose.sites.tree import ModuleTree
+
+
+class TransformerModel(Text, Forward, Weights, Model):
+    """A transformers model, and everything one can do with it by name."""
+
+    tree: SemanticTree
+
+    def __init__(self, module: nn.Module, tokenizer: Any = None, processor: Any = None) -> None:
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self._anatomy: Anatomy | None = None
+        super().__init__(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self.tokenizer, self.processor)
+
+    def _make_tree(self, module: nn.Module) -> ModuleTree:
+        return SemanticTree(module, lambda: Table(self.anatomy))
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """What discovery found, from one probe forward."""
+        if self._anatomy is None:
+            from interpose.models.discovery.probe import look  # numpy, only when it is needed
+
+            self._anatomy = look(ModuleTree(self.module))
+        return self._anatomy
+
+    def probe(self, inputs: Mapping[str, Any]) -> SemanticSites:
+        """Find the sites anew with inputs of your own, such as images for a vision tower.
+
+        Args:
+            inputs: what the module's forward takes, by keyword.
+        """
+        from interpose.models.discovery.probe import look
+
+        self._anatomy = look(ModuleTree(self.module), inputs)
+        self.tree.forget()
+        return self.sites
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """What the model is like, in TransformerLens's words: ``n_layers``, ``d_model``, ..."""
+        return describe(self)
+
+    def __getattr__(self, name: str) -> Any:
+        found = None if name == "module" else part_of(self, name)
+        return super().__getattr__(name) if found is None else found
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *OURS})
+
+    def whereabouts(self, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
+        """How many positions a KV cache holds before a forward pass, and how many are the prompt's."""
+        return generation.whereabouts(arguments)
+
+    def generate(
+        self,
+        input: str | list[str] | Tensor | Mapping[str, Any],  # noqa: A002 - TransformerLens's name
+        *,
+        return_type: str = "input",
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generate text with transformers' own ``generate``; hooks in scope fire at every step.
+
+        ```python
+        with model.hooks([ip.zero("blocks.3.hook_mlp_out", phase="generated")]):
+            model.generate("The capital of France is", max_new_tokens=5)
+        ```
+
+        Args:
+            input: text, a list of texts, token ids, or keywords for transformers.
+            return_type: ``str``, ``tokens``, or ``input`` for whichever was given.
+            prepend_bos: as in `to_tokens`.
+            padding_side: where shorter texts are padded: by default at the left, so that all go
+                on from their last token; at the right for an encoder.
+            **options: what transformers' ``generate`` takes.
+        """
+        return generation.generate(
+            self,
+            input,
+            return_type=return_type,
+            prepend_bos=prepend_bos,
+            padding_side=padding_side,
+            **options,
+        )
+
+    generate_batch = generate_batch
+
+    @property
+    def sites(self) -> SemanticSites:
+        """What can be hooked: semantic sites by canonical name, with a sentence about each."""
+        return SemanticSites(self.tree, self._seen, self._calls_of)
+
+    def check(
+        self,
+        inputs: dict[str, Any] | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        differences: bool = False,
+    ) -> Report:
+        """Prove the promises on this very model; a site that fails its proof is not offered afterwards.
+
+        Args:
+            inputs: what the module's forward takes, by keyword; small random ones by default.
+            layers: which blocks; by default the first, a middle and the last.
+            differences: also compare gradients with central differences (meant for float32).
+        """
+        if inputs is not None and self._anatomy is None:
+            self.probe(inputs)
+        return check(self, inputs, layers=layers, differences=differences)

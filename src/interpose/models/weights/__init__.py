@@ -1,0 +1,1 @@
+"""Weights and sizes, in the shapes the field is used to."""
