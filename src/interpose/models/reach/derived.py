@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.parts import linear_shape
-from interpose.models.reach.lenses import Heads, Stash
+from interpose.models.reach.lenses import Heads, Plain, Stash
 from interpose.taps import values
 from interpose.taps.tap import given_arguments, named_arguments
 
@@ -37,18 +37,6 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight if type(module).__name__ == "Conv1D" else weight.T
 
 
-def _written(raw: Tensor, lens: object) -> Tensor | None:
-    """What an edit before this one left here; a derived value cannot be seen in what it was written to."""
-    known: dict[object, Tensor] = getattr(raw, "_derived", {})
-    return known.get(lens)
-
-
-def _with(whole: Tensor, raw: Tensor, lens: object, value: Tensor) -> Tensor:
-    """A module's new value that knows what was written into it."""
-    whole._derived = {**getattr(raw, "_derived", {}), lens: value}  # type: ignore[attr-defined]
-    return whole
-
-
 def _first(call: Any) -> Tensor:
     args = call.given[0]
     if args and type(args[0]) is Tensor:
@@ -56,49 +44,61 @@ def _first(call: Any) -> Tensor:
     return next(tensor for _, tensor in values.leaves(call.given))
 
 
-@dataclass(frozen=True, slots=True)
-class HeadResults:
-    """What each head adds: ``z @ W_O`` head by head; their sum and the bias are the projection's output."""
+class Derived(Plain):
+    """A lens that computes its value; one that was written stays known, for it cannot be seen in the output."""
 
-    heads: Heads
-    in_place: ClassVar[bool] = False
+    __slots__ = ()
     needs_call: ClassVar[bool] = True
 
     def read(self, raw: Tensor, call: Any) -> Tensor:
+        """What an edit before this one left here, else what follows from the call."""
+        known: Tensor | None = getattr(raw, "_derived", {}).get(self)
+        return self.computed(raw, call) if known is None else known
+
+    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
+        """The module's new output, which knows what was written into it."""
+        whole = self.moved(raw, value, call)
+        whole._derived = {**getattr(raw, "_derived", {}), self: value}  # type: ignore[attr-defined]
+        return whole
+
+    def computed(self, raw: Tensor, call: Any) -> Tensor:
+        """The value as it follows from a call."""
+        raise NotImplementedError
+
+    def moved(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
+        """The output with the value changed; where the values add up to it, by what their sum changes."""
+        return raw + (value - self.read(raw, call)).sum(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResults(Derived):
+    """What each head adds: ``z @ W_O`` head by head; their sum and the bias are the projection's output."""
+
+    heads: Heads
+
+    def computed(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """``[batch, pos, head, d_model]``."""
-        known = _written(raw, self)
-        if known is not None:
-            return known
         z = self.heads.read(_first(call), call)
         weight = self.heads.read(weight_of(call.module).T, call).permute(1, 2, 0)
         return torch.einsum("...hd,hdm->...hm", z, weight)
 
-    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
-        """Move the output by what changed."""
-        return _with(raw + (value - self.read(raw, call)).sum(-2), raw, self, value)
-
 
 @dataclass(frozen=True, slots=True)
-class NormScale:
+class NormScale(Derived):
     """What a norm divides by, ``[batch, pos, 1]``."""
 
     centred: bool
     eps: float
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = True
 
-    def read(self, raw: Tensor, call: Any) -> Tensor:
+    def computed(self, raw: Tensor, call: Any) -> Tensor:
         """The square root of variance (or mean square) plus epsilon, in the precision of the norm's own."""
-        known = _written(raw, self)
-        if known is not None:
-            return known
         x = _first(call).float() if raw.dtype in (torch.float16, torch.bfloat16) else _first(call)
         if self.centred:  # torch's own kernel, which is many times faster than `var` on a CPU
             return torch.native_layer_norm(x, x.shape[-1:], None, None, self.eps)[2].reciprocal()
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (length.square() / x.shape[-1] + self.eps).sqrt()
 
-    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
+    def moved(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
         """Divide by the new scale instead."""
         old = self.read(raw, call)
         bias = getattr(call.module, "bias", None)
@@ -106,11 +106,11 @@ class NormScale:
         moved = ((raw - shift) * (old / value) + shift).to(raw.dtype)
         # A gradient at the scale needs the quotient also where it is one.
         keep = (value == old) & (not value.requires_grad)
-        return _with(torch.where(keep, raw, moved), raw, self, value)
+        return torch.where(keep, raw, moved)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadInputs:
+class HeadInputs(Derived):
     """The stream as each head reads it, ``[batch, pos, head, d_model]``: an edit reaches that head alone.
 
     The norm is run again on the edited copy, and the head's columns of the projection on its result.
@@ -118,19 +118,14 @@ class HeadInputs:
 
     heads: Heads
     stash: Stash | None
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = True
 
-    def read(self, raw: Tensor, call: Any) -> Tensor:
+    def computed(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """The stream, repeated for each head."""
-        known = _written(raw, self)
-        if known is not None:
-            return known
         stream = _first(call) if self.stash is None else self.stash.value
         count = len(self.heads.offsets)
         return stream.unsqueeze(-2).expand(*stream.shape[:-1], count, stream.shape[-1])
 
-    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
+    def moved(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
         """Move each head by what its input changed."""
         before, after = self.read(raw, call), value
         if self.stash is not None:
@@ -139,24 +134,18 @@ class HeadInputs:
             before = type(self.stash.module).forward(self.stash.module, before)
         weight = self.heads.read(weight_of(call.module), call)
         moved = torch.einsum("...hm,mhd->...hd", after - before, weight)
-        whole = self.heads.write(raw, self.heads.read(raw, call) + moved, call)
-        return _with(whole, raw, self, value)
+        return self.heads.write(raw, self.heads.read(raw, call) + moved, call)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertOutputs:
+class ExpertOutputs(Derived):
     """What each chosen expert adds, weighted: the experts' module run again for one choice at a time."""
 
     indices: str
     weights: str
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = True
 
-    def read(self, raw: Tensor, call: Any) -> Tensor:
+    def computed(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """``[token, chosen, d_model]``; their sum is what the module returns."""
-        known = _written(raw, self)
-        if known is not None:
-            return known
         module = call.module
         given = named_arguments(module, *call.given)
         chosen, weights = given[self.indices], given[self.weights]
@@ -168,7 +157,3 @@ class ExpertOutputs:
             # Without hooks: this is not a call of the model.
             parts.append(type(module).forward(module, *args, **kwargs))
         return torch.stack(parts, dim=-2)
-
-    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:
-        """Move the module's output by what changed."""
-        return _with(raw + (value - self.read(raw, call)).sum(-2), raw, self, value)

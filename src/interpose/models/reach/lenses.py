@@ -27,8 +27,16 @@ def _overwritten(raw: Tensor, value: Tensor, part: Callable[[Tensor], Tensor]) -
     return whole
 
 
+class Plain:
+    """What most lenses are: they look at the value alone, and give a new whole."""
+
+    __slots__ = ()
+    in_place: ClassVar[bool] = False
+    needs_call: ClassVar[bool] = False
+
+
 @dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Plain):
     """Heads in the last axis: ``[..., d]`` shown as ``[..., head, d_head]``.
 
     ``offsets`` are the columns where the heads begin, in any order and distance.
@@ -36,8 +44,6 @@ class Heads:
 
     offsets: tuple[int, ...]
     size: int
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     @property
     def step(self) -> int | None:
@@ -82,14 +88,12 @@ def _step(offsets: tuple[int, ...], size: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Plain):
     """A slice of the last axis: one half of a fused gate and up projection."""
 
     start: int
     stop: int
     step: int = 1
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     def _view(self, raw: Tensor) -> Tensor:
         return raw[..., self.start : self.stop : self.step]
@@ -104,13 +108,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped:
+class Swapped(Plain):
     """Two axes exchanged: ``[batch, head, pos, d_head]`` shown as ``[batch, pos, head, d_head]``."""
 
     first: int
     second: int
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     def read(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """The view."""
@@ -122,12 +124,10 @@ class Swapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Times(Plain):
     """A multiple, where a model scales what a module returned before it adds it to the stream."""
 
     factor: float
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     def read(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """What is really added."""
@@ -139,11 +139,10 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class InPlace(Plain):
     """The value itself, written to where it lies: the residual stream, which the skip path holds too."""
 
     in_place: ClassVar[bool] = True
-    needs_call: ClassVar[bool] = False
 
     def read(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """The value."""
@@ -155,13 +154,11 @@ class InPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Squeezed:
+class Squeezed(Plain):
     """Another lens on a value that has one axis more, of size one."""
 
     axis: int
     inner: Lens
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     def read(self, raw: Tensor, call: Any) -> Tensor:
         """The value without that axis."""
@@ -175,12 +172,10 @@ class Squeezed:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class Folded(Plain):
     """Batch and heads in one axis, ``[batch * head, ...]``, shown as ``[batch, head, ...]``."""
 
     heads: int
-    in_place: ClassVar[bool] = False
-    needs_call: ClassVar[bool] = False
 
     def read(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
         """The view."""
