@@ -218,13 +218,7 @@ class Recorder(TorchFunctionMode):
             value.source = torch.cat([value.source[:PLACES], *both])
         return value
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note attention computed without the interface: products before and after a softmax."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -7,7 +7,7 @@ so that every kind of hook, read and gradient works there as it does at a module
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from interpose.models.reach.lenses import Counted
 from interpose.taps import bypass, tap
 
 _SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
@@ -42,13 +43,12 @@ class InnerPoint(nn.Module):
         return InnerPoint(self.name)
 
 
-class Core:
+class Core(Counted):
     """The inner points of one attention module: ``q``, ``k``, ``v``, ``scores``, ``pattern``, ``z``."""
 
     def __init__(self, module: nn.Module, *, reach: Reach) -> None:
         self.module = module
         self.reach = reach
-        self.holders = 0
         for name in POINTS:
             setattr(self, name, InnerPoint(name))
 
@@ -59,19 +59,11 @@ class Core:
     pattern: InnerPoint
     z: InnerPoint
 
-    def on(self) -> None:
-        """One more listens to a point."""
-        with tap._LOCK:
-            self.holders += 1
-            if self.holders == 1:
-                self.reach.connect(self)
+    def _connect(self) -> None:
+        self.reach.connect(self)
 
-    def off(self) -> None:
-        """One less."""
-        with tap._LOCK:
-            self.holders -= 1
-            if self.holders == 0:
-                self.reach.disconnect(self)
+    def _disconnect(self) -> None:
+        self.reach.disconnect(self)
 
     @property
     def explicit(self) -> bool:
@@ -113,13 +105,7 @@ class KernelTap(TorchFunctionMode):
         self.core = core
         self.keys = keys
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the points look at what goes into and out of the kernel."""
         kwargs = kwargs or {}
         if func in _SOFTMAX:
@@ -188,28 +174,19 @@ class KernelTap(TorchFunctionMode):
         return core.z(pattern @ value)
 
 
-class FunctionPoint(InnerPoint):
+class FunctionPoint(Counted, InnerPoint):
     """The result of one function that a module calls inside its forward, such as a router's own ``linear``."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__(getattr(function, "__name__", "function"))
         self.inside = [module]  # in a list, so that it does not become a part of this one
         self.function = function
-        self.holders = 0
 
-    def on(self) -> None:
-        """One more listens."""
-        with tap._LOCK:
-            self.holders += 1
-            if self.holders == 1:
-                bypass.bypass(self.inside[0], self)
+    def _connect(self) -> None:
+        bypass.bypass(self.inside[0], self)
 
-    def off(self) -> None:
-        """One less."""
-        with tap._LOCK:
-            self.holders -= 1
-            if self.holders == 0:
-                bypass.unbypass(self.inside[0], self)
+    def _disconnect(self) -> None:
+        bypass.unbypass(self.inside[0], self)
 
     def is_wanted(self) -> bool:
         """Whether someone listens here and now."""
@@ -228,13 +205,7 @@ class _FunctionTap(TorchFunctionMode):
         super().__init__()
         self.point = point
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         return self.point(made) if func is self.point.function else made
 

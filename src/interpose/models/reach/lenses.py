@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -219,28 +219,49 @@ class Batched:
         return flat if self.inner is None else self.inner.write(raw, flat, call)
 
 
-@dataclass(eq=False, slots=True)
-class Stash:
-    """Keeps what a module was given last, for lenses on modules that run inside or after it. A switch."""
+class Counted:
+    """A switch that is connected while at least one needs it."""
 
-    module: nn.Module
-    holders: int = 0
-    handle: Any = None
-    local: threading.local = field(default_factory=threading.local)
+    holders = 0
 
     def on(self) -> None:
         """One more needs it."""
         with tap._LOCK:
             self.holders += 1
             if self.holders == 1:
-                self.handle = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
+                self._connect()
 
     def off(self) -> None:
         """One less."""
         with tap._LOCK:
             self.holders -= 1
             if self.holders == 0:
-                self.handle.remove()
+                self._disconnect()
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def _disconnect(self) -> None:
+        raise NotImplementedError
+
+
+class Stash(Counted):
+    """Keeps what a module was given last, for lenses on modules that run inside or after it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.handle: Any = None
+        self.local = threading.local()
+
+    def _connect(self) -> None:
+        self.handle = self.module.register_forward_pre_hook(self._keep, with_kwargs=True)
+
+    def _disconnect(self) -> None:
+        self.handle.remove()
+
+    def off(self) -> None:
+        """One less; this thread needs no value any more."""
+        super().off()
         vars(self.local).clear()
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
