@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from interpose.engine.points import HookPoint
+from interpose.models.transformer import TransformerModel
 from interpose.models.weights.attributes import Part, Parts, part_of
 from tests.hf import tiny
-from tests.hf.wired import Wired, wired
+from tests.hf.wired import wired
 
 
 def follow(model: Any, name: str) -> Any:
@@ -160,7 +161,7 @@ def test_names_of_the_model_that_nobody_has_are_the_models_to_refuse() -> None:
 
 def test_the_modules_attributes_are_not_shadowed() -> None:
     module = tiny.build("t5", "encoder_decoder")
-    model = Wired(module)
+    model = TransformerModel(module)
     assert model.encoder is module.encoder
     assert model.lm_head is module.lm_head
     module.embed = module.blocks = torch.nn.Identity()

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from interpose.models.transformer import TransformerModel
 from interpose.models.weights.config import ModelConfig, describe
 from tests.hf import tiny
-from tests.hf.wired import Wired, wired
+from tests.hf.wired import wired
 
 # n_heads, n_key_value_heads, d_head, d_mlp, act_fn, norm, positions, parallel, gated
 EXPECTED: dict[str, tuple[Any, ...]] = {
@@ -73,10 +74,10 @@ def test_what_is_read_from_modules_agrees_with_the_config(model_type: str) -> No
 
 def test_names_come_from_where_the_model_was_loaded() -> None:
     module = tiny.build("gpt2")
-    cfg = Wired(module).cfg
+    cfg = TransformerModel(module).cfg
     assert (cfg.model_name, cfg.tokenizer_name) == (None, None)
     module.config.name_or_path = "somebody/gpt2"
-    cfg = Wired(module, tokenizer=SimpleNamespace(name_or_path="somebody/words")).cfg
+    cfg = TransformerModel(module, tokenizer=SimpleNamespace(name_or_path="somebody/words")).cfg
     assert (cfg.model_name, cfg.tokenizer_name) == ("somebody/gpt2", "somebody/words")
 
 
@@ -109,7 +110,7 @@ def test_alibi_wins_over_a_rotary_that_is_not_used() -> None:
     options: Any = {"layers": 2, "dropout": 0.0, "kind": "causal", "alibi": True}
     module = chosen(tiny.shrink(chosen.config_class, **options)).eval()
     tiny.randomise(module)
-    assert Wired(module).cfg.positional_embedding_type == "alibi"
+    assert TransformerModel(module).cfg.positional_embedding_type == "alibi"
 
 
 def test_the_decoder_stands_for_an_encoder_and_decoder() -> None:
@@ -184,7 +185,7 @@ class OnlyAttends(nn.Module):
 
 
 def test_a_model_of_ones_own_is_described_as_far_as_it_goes() -> None:
-    cfg = Wired(OnlyAttends()).cfg
+    cfg = TransformerModel(OnlyAttends()).cfg
     assert cfg.original_architecture == "OnlyAttends"
     assert (cfg.n_layers, cfg.n_heads, cfg.d_head, cfg.d_model) == (2, 2, 8, 16)
     assert cfg.attn_only is True

@@ -10,7 +10,7 @@ import copy
 import functools
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
+from tests.hf.wired import of
 from tests.leftovers import same_state, state_of
 
 Edit = Callable[[Tensor, Any], Tensor | None]
@@ -32,23 +32,8 @@ NAMES = """
     bloom gptj falcon mpt gpt_neo codegen bert t5
 """
 TYPES = NAMES.split()
-KINDS = {"bert": "masked", "t5": "encoder_decoder"}
 EXPLICIT = ("attn_scores", "pattern")
 EDITED = ("resid_mid", "pattern", "attn_scores", "q", "k", "v", "z", "post")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@functools.cache
-def of(model_type: str) -> TransformerModel:
-    return ip.wrap(tiny.build(model_type, KINDS.get(model_type, "causal")))  # type: ignore[return-value]
 
 
 def given(model_type: str) -> dict[str, Any]:

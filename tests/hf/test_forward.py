@@ -15,8 +15,9 @@ from transformers import DynamicCache
 
 import interpose as ip
 from interpose.models.running.forward import Output
+from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
-from tests.hf.texts import TEXTS, Speaking, speaking, tokenizer
+from tests.hf.texts import TEXTS, speaking, tokenizer
 from tests.leftovers import hooks_on, same_state, state_of
 
 
@@ -93,7 +94,7 @@ def test_padded_tokens_give_what_the_texts_give(llama: Any, side: str) -> None:
     assert torch.equal(llama(batch, attention_mask=mask.tolist()), expected)
     embedded = llama.module.get_input_embeddings()(batch)
     assert torch.equal(llama(embedded, attention_mask=mask), expected)
-    unknown = Speaking(llama.module, tokenizer(pad=False))
+    unknown = TransformerModel(llama.module, tokenizer(pad=False))
     assert torch.equal(unknown(batch, attention_mask=mask), expected)
     everything = torch.ones_like(batch)
     ignored = llama(batch, attention_mask=everything)
@@ -120,11 +121,11 @@ def test_a_kv_cache_of_the_users_goes_on(llama: Any, tokens: Tensor) -> None:
 @torch.no_grad()
 def test_models_without_logits_give_their_first_tensor() -> None:
     bert = speaking("bert", "masked")
-    bare = Speaking(bert.module.bert, tokenizer())
+    bare = TransformerModel(bert.module.bert, tokenizer())
     tokens = bare.to_tokens("the cat")
     assert torch.equal(bare("the cat"), bare.module(input_ids=tokens).last_hidden_state)
     assert torch.equal(bert("the cat"), bert.module(input_ids=tokens).logits)
-    vision = Speaking(tiny.build("vit", "vision"))
+    vision = TransformerModel(tiny.build("vit", "vision"))
     pixels = tiny.inputs(vision.module)["pixel_values"]
     assert torch.equal(vision(pixels), vision.module(pixel_values=pixels).last_hidden_state)
 
@@ -151,7 +152,7 @@ def test_an_encoder_decoder_takes_the_encoders_input() -> None:
         model(tokens, return_type="loss")
     output = model("the cat sat", labels=target)
     assert torch.equal(output.loss, model.module(input_ids=tokens, labels=target).loss)
-    whisper = Speaking(tiny.build("whisper", "encoder_decoder"))
+    whisper = TransformerModel(tiny.build("whisper", "encoder_decoder"))
     sound = tiny.inputs(whisper.module)["input_features"]
     assert whisper(sound).shape[:2] == (2, 1)
 
@@ -476,7 +477,7 @@ def test_some_starts_need_the_tokens_too(name: str, layer: int) -> None:
 
 @torch.no_grad()
 def test_pixels_are_asked_for() -> None:
-    model = Speaking(tiny.build("vit", "vision", layers=3))
+    model = TransformerModel(tiny.build("vit", "vision", layers=3))
     pixels = tiny.inputs(model.module)["pixel_values"]
     expected, cache = model.run_with_cache(pixels, names_filter="blocks.*.hook_resid_pre")
     residual = cache["blocks.1.hook_resid_pre"]

@@ -6,13 +6,11 @@ import importlib.util
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from tests.hf import tiny
@@ -57,15 +55,6 @@ OTHERS = [
     ("classifier", "gpt2"),
 ]
 EVERY = [*(("causal", name) for name in CAUSAL), *OTHERS]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so, and the page is made so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("kind", "model_type"), EVERY)

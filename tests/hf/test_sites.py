@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import interpose as ip
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
-from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
+from tests.hf.wired import of
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -308,7 +307,6 @@ for layer in range(2):
     )
 
 TYPES = list(BLOCKS)
-KINDS = {"bert": "masked", "albert": "masked", "t5": "encoder_decoder"}
 # Sites that no raw hook can see; other tests below compute them.
 INSIDE = {"attn.hook_rot_q", "attn.hook_rot_k", "attn.hook_attn_scores", "attn.hook_pattern"}
 DERIVED = {
@@ -318,20 +316,6 @@ DERIVED = {
     "hook_v_input",
     "mlp.hook_expert_out",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@functools.cache
-def of(model_type: str) -> TransformerModel:
-    return ip.wrap(tiny.build(model_type, KINDS.get(model_type, "causal")))  # type: ignore[return-value]
 
 
 def first(value: Any) -> Any:

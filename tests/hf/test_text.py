@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import interpose as ip
+from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
-from tests.hf.texts import BOS, EOS, PAD, TEXTS, Speaking, speaking, tokenizer
+from tests.hf.texts import BOS, EOS, PAD, TEXTS, speaking, tokenizer
 from tests.leftovers import same_state, state_of
 
 
@@ -24,7 +25,7 @@ def llama() -> Any:
 
 
 def having(module: Any, **options: Any) -> Any:
-    return Speaking(module, tokenizer(**options))
+    return TransformerModel(module, tokenizer(**options))
 
 
 # From strings to tokens.
@@ -113,7 +114,7 @@ def test_the_tokenizer_stays_as_it_was(llama: Any, pad: bool) -> None:
     given.backend_tokenizer.enable_padding(length=9)
     before = given.backend_tokenizer.to_str(), copy.deepcopy(given.init_kwargs)
     attributes = {k: copy.deepcopy(v) for k, v in vars(given).items() if k != "_tokenizer"}
-    model = Speaking(llama, given)
+    model = TransformerModel(llama, given)
     with torch.no_grad():
         model(TEXTS, padding_side="left")
     model.to_tokens(" ".join(TEXTS * 9), truncate=False)
@@ -146,7 +147,7 @@ def test_without_a_tokenizer_the_error_says_how_to_give_one(llama: Any) -> None:
         "this model was wrapped without a tokenizer, so it takes tokens and not text. Give it one: "
         "ip.wrap(module, tokenizer=...), or call it with a tensor of token ids."
     )
-    model = Speaking(llama)
+    model = TransformerModel(llama)
     for use in (model.to_tokens, model.to_str_tokens, model.to_single_token, model):
         with pytest.raises(ip.Unsupported) as error:
             use("the cat")
@@ -154,7 +155,7 @@ def test_without_a_tokenizer_the_error_says_how_to_give_one(llama: Any) -> None:
 
 
 def test_a_processor_brings_its_tokenizer(llama: Any) -> None:
-    model = Speaking(llama, processor=SimpleNamespace(tokenizer=tokenizer()))
+    model = TransformerModel(llama, processor=SimpleNamespace(tokenizer=tokenizer()))
     assert torch.equal(model.to_tokens("the cat"), having(llama).to_tokens("the cat"))
 
 
@@ -190,7 +191,9 @@ def test_spaces_of_sentencepiece_tokens_are_kept(llama: Any) -> None:
     made = Tokenizer(models.WordPiece(words, unk_token="<unk>", continuing_subword_prefix=""))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
-    model = Speaking(llama, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>"))
+    model = TransformerModel(
+        llama, PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    )
     assert model.to_str_tokens("the cats") == [" the", " cat", "s"]
     assert model.to_string(model.to_tokens("the cats")[0]) == "the cats"
 
@@ -276,7 +279,7 @@ def test_padding_is_told_by_a_token_of_its_own_at_the_ends(llama: Any) -> None:
     assert model.mask_of(torch.tensor([[5, PAD, 6]])) is None
     assert having(llama, pad=False).mask_of(tokens) is None
     assert having(llama, pad=False, pad_token="</s>").mask_of(tokens) is None
-    assert Speaking(llama).mask_of(tokens) is None
+    assert TransformerModel(llama).mask_of(tokens) is None
 
 
 # Batches give what each text gives alone.

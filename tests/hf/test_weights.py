@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from interpose.errors import Unsupported
+from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
-from tests.hf.wired import Wired, wired
+from tests.hf.wired import wired
 
 # type and kind -> the output projection, the MLP's projections, the unembedding, by transformers' names.
 LLAMA = ("model.layers.{}.", "self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -194,7 +195,7 @@ def test_layouts_without_even_steps_are_copied_and_right() -> None:
     )
     module = chosen(config).eval()
     tiny.randomise(module)
-    model = Wired(module)
+    model = TransformerModel(module)
     x, q, k = cached(model, *(f"blocks.1.{n}" for n in ("ln1.hook_normalized", "attn.hook_q")),
                      "blocks.1.attn.hook_k")  # fmt: skip
     attn = model.blocks[1].attn
@@ -310,7 +311,7 @@ def test_layers_of_different_widths_are_named() -> None:
     config.intermediate_size = 48
     module.model.layers[1].mlp = type(module.model.layers[1].mlp)(config)
     tiny.randomise(module.model.layers[1].mlp)
-    model = Wired(module.eval())
+    model = TransformerModel(module.eval())
     assert refusal(lambda: model.W_in) == (
         "W_in cannot be stacked:\n  layer 0: [32, 64]\n  layer 1: [32, 48]\n"
         "  Ask a layer for its own: model.blocks[0].mlp.W_in"
@@ -364,7 +365,7 @@ def test_adapted_parametrised_quantised_and_absent_weights_are_refused() -> None
     module = tiny.build("llama")
     attn = module.model.layers[0].self_attn
     attn.q_proj = Adapted(attn.q_proj)
-    model = Wired(module)
+    model = TransformerModel(module)
     block = model.blocks[0]
     assert refusal(lambda: block.attn.W_Q).startswith(
         "model.layers.0.self_attn.q_proj (Adapted) has base_layer, low, high besides a weight: an "

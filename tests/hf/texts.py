@@ -8,8 +8,6 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from interpose.models.running.forward import Forward
-from interpose.models.running.text import Text
 from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
 
@@ -46,14 +44,6 @@ def tokenizer(*, adds_bos: bool = False, pad: bool = True, **options: Any) -> An
     return PreTrainedTokenizerFast(tokenizer_object=made, **options)
 
 
-if issubclass(TransformerModel, Forward):
-    Speaking = TransformerModel
-else:
-
-    class Speaking(Text, Forward, TransformerModel):  # type: ignore[no-redef]
-        """A model that takes text, until `TransformerModel` does."""
-
-
 def speaking(model_type: str, kind: str = "causal", *, layers: int = 2, **options: Any) -> Any:
     """A tiny model with a tokenizer."""
-    return Speaking(tiny.build(model_type, kind, layers=layers), tokenizer(**options))
+    return TransformerModel(tiny.build(model_type, kind, layers=layers), tokenizer(**options))

@@ -1,29 +1,22 @@
-"""A tiny model with weights, config and parts as attributes."""
+"""Tiny models, wrapped."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from interpose.models.transformer import TransformerModel
-from interpose.models.weights.attributes import part_of
-from interpose.models.weights.config import ModelConfig, describe
-from interpose.models.weights.weights import Weights
 from tests.hf import tiny
 
-if issubclass(TransformerModel, Weights):
-    Wired = TransformerModel
-else:
-
-    class Wired(Weights, TransformerModel):  # type: ignore[no-redef]
-        @property
-        def cfg(self) -> ModelConfig:
-            return describe(self)
-
-        def __getattr__(self, name: str) -> Any:
-            found = None if name == "module" else part_of(self, name)
-            return super().__getattr__(name) if found is None else found
+KINDS = {"bert": "masked", "albert": "masked", "t5": "encoder_decoder"}
 
 
 def wired(model_type: str, kind: str = "causal", **options: Any) -> Any:
-    """A tiny model, wrapped."""
-    return Wired(tiny.build(model_type, kind, **options))
+    """A model of one's own."""
+    return TransformerModel(tiny.build(model_type, kind, **options))
+
+
+@functools.cache
+def of(model_type: str) -> TransformerModel:
+    """The model of a type, for tests that change nothing."""
+    return TransformerModel(tiny.build(model_type, KINDS.get(model_type, "causal")))
