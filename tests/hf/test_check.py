@@ -127,6 +127,22 @@ def test_a_check_leaves_modes_and_random_numbers(training: bool) -> None:
     assert same_state(before, state_of(module))
 
 
+def test_a_check_is_of_the_model_and_not_of_hooks_that_are_on_it() -> None:
+    module = build("gpt2")
+    model: Any = ip.wrap(module)
+    site = "blocks.0.hook_mlp_out"
+    handle = model.add_hook(site, lambda value, hook: value + torch.randn_like(value))
+    inputs = tiny.inputs(module)
+    assert not torch.equal(module(**inputs).logits, module(**inputs).logits)
+    with model.hooks([(site, lambda value, hook: value * torch.rand(()))]), torch.no_grad():
+        report = model.check(inputs)
+        assert handle.fired == 2
+        module(**inputs)
+    handle.remove()
+    assert report.passed
+    assert any(f.promise == "gradients" and f.site == site for f in report.findings)
+
+
 # Reports.
 
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from interpose.engine.probe import untouched
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.proofs.edits import edit_of, in_place, moved, same, state
 from interpose.models.proofs.gradients import GradientProofs
 from interpose.models.proofs.report import Finding, Report
+from interpose.models.running.trial import first_tensor, trial
 from interpose.sites.tree import Site
-from interpose.taps import values
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
@@ -67,19 +66,17 @@ class Check:
         given = self.inputs
         sites = list(model.tree.table.sites.values())
         chosen = [site for site in sites if self._is_chosen(site)]
-        with untouched(model.module), torch.no_grad():
-            model.module.eval()
+        with trial(model):
             model.module(**given)  # some models change themselves in their first call
         before = state(model.module)
-        with untouched(model.module):
-            model.module.eval()
-            with torch.no_grad():
-                self.bare = self.logits(model.module(**given))
-                self._reads(chosen)
-                self._sums()
-                for site in chosen:
-                    self._causal(site, ways=site.layer in (None, 0))
-            GradientProofs(self).run(chosen, differences=self.differences)
+        with trial(model):
+            self.bare = first_tensor(model.module(**given))
+            self._reads(chosen)
+            self._sums()
+            for site in chosen:
+                self._causal(site, ways=site.layer in (None, 0))
+            with torch.enable_grad():
+                GradientProofs(self).run(chosen, differences=self.differences)
         self.note(
             "untouched", "", state(model.module) == before, "hooks, modes and parameters as before"
         )
@@ -108,17 +105,8 @@ class Check:
         """Write down what came out."""
         self.findings.append(Finding(promise, site, passed, about))
 
-    @staticmethod
-    def logits(output: Any) -> Tensor:
-        """The first floating tensor of an output: logits, or hidden states of a bare encoder."""
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, Tensor):
-            return logits
-        return next(tensor for _, tensor in values.leaves(output) if tensor.is_floating_point())
-
     def _run(self, hooks: list[tuple[str, Any]]) -> Tensor:
-        output = self.model.run_with_hooks(fwd_hooks=hooks, **self.inputs)
-        return self.logits(output)
+        return first_tensor(self.model.run_with_hooks(fwd_hooks=hooks, **self.inputs))
 
     def distance(self, a: Tensor, b: Tensor) -> float:
         """How far two outputs are apart, in units of the first's size."""
@@ -136,7 +124,7 @@ class Check:
         plain = [site.name for site in sites if site.kind not in EXPLICIT]
         explicit = [site.name for site in sites if site.kind in EXPLICIT]
         output, self.clean = self.model.run_with_cache(names_filter=plain, **self.inputs)
-        alike = torch.equal(self.logits(output), self.bare)
+        alike = torch.equal(first_tensor(output), self.bare)
         self.note(
             "reads leave the output as it is", "", alike, "every site read at once, bit for bit"
         )
@@ -148,7 +136,7 @@ class Check:
         if explicit:
             output, cache = self.model.run_with_cache(names_filter=explicit, **self.inputs)
             caches.append(cache)
-            self._near_the_kernel(self.logits(output))
+            self._near_the_kernel(first_tensor(output))
         for site in sites:
             found = [v for c in caches if site.name in c for v in c.calls(site.name)]
             self.calls[site.name] = len(found)
@@ -176,7 +164,7 @@ class Check:
         before = module.config._attn_implementation
         module.set_attn_implementation("eager")
         try:
-            return self.logits(module(**self.inputs))
+            return first_tensor(module(**self.inputs))
         finally:
             module.set_attn_implementation(before)
 
@@ -302,7 +290,7 @@ class Check:
         if kept is None:
             return self._run(hooks), None
         output, cache = self.model.run_with_cache(names_filter=kept, fwd_hooks=hooks, **self.inputs)
-        return self.logits(output), cache
+        return first_tensor(output), cache
 
 
 def _prefix(site: Site) -> str:

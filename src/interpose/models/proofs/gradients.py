@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from interpose.errors import GradientError
+from interpose.models.running.trial import first_tensor
 from interpose.sites.tree import Site
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class GradientProofs:
         return True
 
     def _loss(self, output: Any) -> Tensor:
-        logits = self.check.logits(output).float()
+        logits = first_tensor(output).float()
         weights = torch.linspace(-1, 1, logits.numel(), device=logits.device)
         assert self.check.bare is not None
         return (logits.flatten() * weights).sum() / self.check.bare.float().abs().max()
