@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import interpose as ip
 from tests.hf import tiny
+from tests.hf.texts import TEXTS, speaking
 from tests.leftovers import hooks_on
 
 PATTERN = "blocks.0.attn.hook_pattern"
@@ -198,6 +199,20 @@ def test_a_static_cache_does_not_swallow_hooks() -> None:
     with model.hooks([("blocks.0.attn.hook_z", lambda value, hook: seen.append(hook.offset))]):
         model.generate(ids, cache_implementation="static", **OPTIONS)
     assert seen == [0, 7, 8, 9, 10]
+
+
+def test_what_was_given_as_texts_comes_back_as_texts() -> None:
+    model = speaking("llama")
+    one, two = TEXTS[0], TEXTS[:2]
+    tokens = model.generate(one, return_type="tokens", **OPTIONS)
+    text = model.tokenizer.decode(tokens[0], skip_special_tokens=True)
+    assert text.startswith(one)
+    assert text != one
+    assert model.generate(one, **OPTIONS) == text
+    for several in ([one], (one,)):
+        assert model.generate(several, **OPTIONS) == [text]
+    assert model.generate(two, **OPTIONS) == model.generate(tuple(two), **OPTIONS)
+    assert torch.equal(model.generate(model.to_tokens(one), **OPTIONS), tokens)
 
 
 def test_nothing_is_left_on_the_module_after_generating_and_raising() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interpose.models.running.text import is_text
 from interpose.taps.context import current
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def generate(
         raise ValueError(f"return_type is 'input', 'str' or 'tokens'; got {return_type!r}")
     encodes = getattr(model.module.config, "is_encoder_decoder", False)
     padding_side = padding_side or ("right" if encodes else "left")
-    is_text = isinstance(input, str) or (isinstance(input, list) and isinstance(input[0], str))
     given = (
         dict(input)
         if isinstance(input, Mapping)
@@ -58,7 +58,7 @@ def generate(
         tokens = module.generate(**given, **options)
     finally:
         _PROMPT.reset(token)
-    if return_type == "tokens" or (return_type == "input" and not is_text):
+    if return_type == "tokens" or (return_type == "input" and not is_text(input)):
         return tokens
     texts = model.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts if isinstance(input, list) or len(texts) > 1 else texts[0]
+    return texts if isinstance(input, (list, tuple)) or len(texts) > 1 else texts[0]
