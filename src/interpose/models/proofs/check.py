@@ -232,11 +232,11 @@ class Check:
         table = self.model.tree.table.sites
         if not all(name in table for name in ends):
             return
+        _, plain = self.model.run_with_cache(names_filter=ends, **self.inputs)
         for role, moves in (("q", [True, False]), ("k", [False, True]), ("v", [False, False])):
             name = f"{at}hook_{role}"
             if name not in table or self.calls.get(name, 1) != 1 or self._is_key(at, role):
                 continue
-            _, plain = self.model.run_with_cache(names_filter=ends, **self.inputs)
             _, cache = self.model.run_with_cache(
                 names_filter=ends, fwd_hooks=[(name, moved)], **self.inputs
             )
