@@ -192,6 +192,17 @@ def test_the_loss_is_that_of_next_tokens(llama: Any, tokens: Tensor) -> None:
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"return_type": "logits"}, {"return_type": None}])
+def test_a_loss_per_token_without_a_loss_is_refused_before_anything_runs(
+    llama: Any, tokens: Tensor, options: dict[str, Any]
+) -> None:
+    refused = "^loss_per_token goes with return_type='loss' or 'both'.$"
+    for given in (tokens, {"input_ids": tokens}):
+        with counted(llama) as ran, pytest.raises(ValueError, match=refused):
+            llama(given, loss_per_token=True, **options)
+        assert not ran
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padding_has_no_part_in_the_loss(llama: Any, side: str) -> None:

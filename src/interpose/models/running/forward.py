@@ -85,6 +85,8 @@ class Forward(Model):
             raise ValueError(
                 f"return_type is 'logits', 'loss', 'both' or None; got {return_type!r}"
             )
+        if loss_per_token and return_type not in ("loss", "both"):
+            raise ValueError("loss_per_token goes with return_type='loss' or 'both'.")
         plain = input is None or isinstance(input, Mapping)
         if return_type is _UNSAID and not plain and "labels" not in kwargs:
             return_type = "logits"
@@ -105,8 +107,6 @@ class Forward(Model):
             output = part.run(super().__call__, given, residual)
             if part.stopped:
                 return output
-        if loss_per_token and return_type not in ("loss", "both"):
-            raise ValueError("loss_per_token goes with return_type='loss' or 'both'.")
         if return_type is None or return_type is _UNSAID:
             return None if return_type is None else output
         logits = first_tensor(output)
