@@ -129,41 +129,18 @@ class Reads(Binding):
 
     def install(self, *, first: bool = False) -> None:  # noqa: ARG002
         """Listen from now on."""
-        compiling = torch.compiler.is_compiling()
         taps: dict[tuple[int, bool], ReadTap] = {}
         for read in self.listeners:
             site = read.site
-            module = site.module
-            before = site.tail.port == "input"
-            tap = taps.get((id(module), before))
+            place = (id(site.module), site.tail.port == "input")
+            tap = None
+            if read.get is not None and site.tail.call is None:
+                tap = taps.get(place) or self._tap(site.module, before=place[1])
             if tap is None:
-                hooks: Any = module._forward_pre_hooks if before else module._forward_hooks
-                if (
-                    compiling
-                    or read.get is None
-                    or site.tail.call is not None
-                    or isinstance(module, torch.jit.ScriptModule)
-                    or any(isinstance(hook, Tap) for hook in list(hooks.values()))
-                ):
-                    self._full.append(read.listener())
-                    read.listener().install()
-                    continue
-                tap = taps[(id(module), before)] = ReadTap(
-                    BEFORE_READ if before else AFTER_READ, self.run
-                )
-                flags: Any = (
-                    module._forward_pre_hooks_with_kwargs
-                    if before
-                    else module._forward_hooks_with_kwargs
-                )
-                with _LOCK:
-                    flags[tap] = True  # first: torch looks at both, in this order
-                    hooks[tap] = tap
-                self._taps.append((hooks, flags, tap))
-            if read.get is None or site.tail.call is not None:
                 self._full.append(read.listener())
                 read.listener().install()
                 continue
+            taps[place] = tap
             for other in tap.reads:
                 if other.leaf == read.leaf and other.lens == read.lens:
                     read.same = other
@@ -172,6 +149,25 @@ class Reads(Binding):
             if site.switch is not None:
                 site.switch.on()
                 self._on.append(site.switch.off)
+
+    def _tap(self, module: nn.Module, *, before: bool) -> ReadTap | None:
+        """A new tap on a module; None where one of ours is on it already, or none can be."""
+        hooks: Any = module._forward_pre_hooks if before else module._forward_hooks
+        if (
+            torch.compiler.is_compiling()
+            or isinstance(module, torch.jit.ScriptModule)
+            or any(isinstance(hook, Tap) for hook in list(hooks.values()))
+        ):
+            return None
+        flags: Any = (
+            module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
+        )
+        tap = ReadTap(BEFORE_READ if before else AFTER_READ, self.run)
+        with _LOCK:
+            flags[tap] = True  # first: torch looks at both, in this order
+            hooks[tap] = tap
+        self._taps.append((hooks, flags, tap))
+        return tap
 
     def remove(self) -> None:
         """Undo `install`, also one that failed half way."""
