@@ -68,6 +68,17 @@ def test_any_name_of_a_site_is_accepted(model: ip.Model, x: Tensor) -> None:
     assert 3 not in cache
 
 
+def test_a_recording_takes_the_names_that_a_run_takes(model: ip.Model, x: Tensor) -> None:
+    wanted = ["fc1.output", "cell#1", "lstm.output[0]"]
+    _, cache = model.run_with_cache(x, names_filter=wanted)
+    with model.record(wanted) as recorded:
+        model(x)
+    assert list(recorded) == list(cache)
+    for name in (*wanted, "fc1", "same#1", "same#1.output"):
+        assert torch.equal(recorded[name], cache[name])
+    assert "cell#0" not in recorded
+
+
 def test_aliases_share_one_copy(model: ip.Model, x: Tensor) -> None:
     _, cache = model.run_with_cache(x, names_filter=["fc1", "fc1.output"])
     assert len(cache) == 2

@@ -384,6 +384,19 @@ def test_positions_are_cut_along_the_axis_that_is_called_so() -> None:
     assert torch.equal(last["pattern", 0], whole["pattern", 0][:, :, -1:])
 
 
+def test_what_is_recorded_by_path_is_found_by_what_it_means() -> None:
+    module, ids = built("llama")
+    model: Any = ip.wrap(module)
+    paths = {site.aliases[0]: name for name, site in model.sites.items() if site.aliases}
+    assert paths["model.layers.1.mlp"] == "blocks.1.hook_mlp_out"
+    with model.record(list(paths)) as cache:
+        output = module(input_ids=ids)
+    assert set(cache) == set(paths)
+    for path in cache:
+        assert cache[paths[path]] is cache[path]
+    assert torch.equal(cache["unembed.hook_out"], output.logits)
+
+
 def test_passes_over_other_texts_are_calls_of_their_own() -> None:
     module, ids = built("gpt2")
     model = ip.wrap(module)

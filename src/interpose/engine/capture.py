@@ -266,10 +266,13 @@ class CaptureRun(Scope):
             keys = calls.get(one.name)
             key = one.name if keys is None or one.call is None else keys[one.call]
             found[key + "_grad"] = one.tensor
-        aliases = _other_names(self.model.tree, self.kept)
+        tree = self.model.tree
+        aliases: dict[str, str] = {}
+        for one in self.kept:
+            for other in other_names(tree, one.site, one.name, one.leaf):
+                aliases.setdefault(other, one.name)
         self.kept, self.grads = [], []
-        spelling = self.model.tree.spelling
-        return Cache(found, aliases=aliases, calls=calls, versions=versions, spelling=spelling)
+        return Cache(found, aliases=aliases, calls=calls, versions=versions, spelling=tree.spelling)
 
 
 def _called_more_than_once(records: list[Kept]) -> set[str]:
@@ -281,28 +284,17 @@ def _can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _other_names(tree: ModuleTree, kept: list[Kept]) -> dict[str, str]:
-    """The other spellings of the kept tensors' names, for those that have any."""
-    found: dict[str, str] = {}
-    for one in kept:
-        site, tail = one.site, one.site.tail
-        if site.kind is not None:
-            for name in {site.canonical, *site.aliases} - {one.name}:
-                found.setdefault(name, one.name)
-            continue
-        others = tree.other_names(site.path) if tree.shares_modules else []
-        meaning = tree.meaning(site.canonical)
-        if meaning is not None:
-            found.setdefault(meaning, one.name)
-        if one.leaf == tail.leaf and not others:
-            if site.canonical != one.name:
-                found.setdefault(site.canonical, one.name)
-            continue
+def other_names(tree: ModuleTree, site: Site, name: str, leaf: values.Leaf) -> set[str]:
+    """The other spellings of a kept tensor's name."""
+    tail = site.tail
+    if site.kind is not None:
+        return {site.canonical, *site.aliases} - {name}
+    others = tree.other_names(site.path) if tree.shares_modules else []
+    names = {site.canonical}
+    if leaf != tail.leaf or others:
         # The bare name of a site means its only tensor; where there are several it means none.
-        tails = {Tail(tail.call, tail.port, one.leaf)} | (
-            {tail} if one.name == site.name else set()
-        )
+        tails = {Tail(tail.call, tail.port, leaf)} | ({tail} if name == site.name else set())
         names = {tree.spell(path, t) for path in (site.path, *others) for t in tails}
-        for name in (names | {site.element(one.leaf)}) - {one.name}:
-            found.setdefault(name, one.name)
-    return found
+        names.add(site.element(leaf))
+    meaning = tree.meaning(site.canonical)
+    return (names if meaning is None else names | {meaning}) - {name}

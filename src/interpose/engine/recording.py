@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interpose.engine.cache import Cache
-from interpose.engine.capture import Cut
+from interpose.engine.capture import Cut, other_names
 from interpose.engine.hooks import Engine, Hook
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
@@ -26,6 +26,7 @@ class Piece(NamedTuple):
     """One value, and the position in the whole text where it begins."""
 
     site: Site
+    leaf: values.Leaf
     offset: int
     tensor: Tensor
     generated: bool = False
@@ -68,12 +69,12 @@ class Recording(Scope):
         site: Site,
         name: str,
         call: int | None,  # noqa: ARG002
-        leaf: values.Leaf,  # noqa: ARG002
+        leaf: values.Leaf,
         part: Tensor,
     ) -> None:
         """Take one value."""
         frame = frame_of(self.model.root)
-        piece = Piece(site, frame.offset, part, frame.prompt is not None)
+        piece = Piece(site, leaf, frame.offset, part, frame.prompt is not None)
         self.pieces.setdefault(name, []).append(piece)
 
     def done(self, listener: Capturing) -> None:
@@ -81,13 +82,13 @@ class Recording(Scope):
 
     def _fill(self) -> None:
         for name, pieces in self.pieces.items():
-            site = pieces[0].site
+            site, leaf = pieces[0].site, pieces[0].leaf
             whole = joined(pieces)
             keys = [name] if len(whole) == 1 else [f"{name}#{i}" for i in range(len(whole))]
             self._cache._values.update(zip(keys, whole))
             if len(whole) > 1:
                 self._cache._calls[name] = keys
-            for other in {site.canonical, *site.aliases} - {name}:
+            for other in other_names(self.model.tree, site, name, leaf):
                 self._cache._aliases.setdefault(other, name)
         self.pieces = {}
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from interpose.engine.cache import Cache
+from interpose.engine.capture import other_names
 from interpose.engine.hooks import Engine, Hook
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
@@ -190,7 +191,7 @@ class PackedRun(Scope):
         for name, column in kept.items():
             found[name] = torch.cat(column.parts)
             column.parts = []
-            for other in {column.site.canonical, *column.site.aliases} - {name}:
+            for other in other_names(self.model.tree, column.site, name, column.site.tail.leaf):
                 aliases.setdefault(other, name)
         axes = {
             name: tuple(axis for axis in column.site.axes if axis not in ("batch", "pos"))
