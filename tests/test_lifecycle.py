@@ -312,6 +312,20 @@ def test_parts_called_on_their_own_leave_no_graph_behind(net: Net, x: Tensor) ->
     model.reset_hooks()
 
 
+def test_gradient_hooks_at_several_sites_leave_no_graph_behind(net: Net, x: Tensor) -> None:
+    model, alive = ip.wrap(net), []
+    for name in ("fc1", "fc2", "output"):
+        model.add_hook(name, lambda grad, hook: None, dir="bwd")
+    for _ in range(5):
+        data = x.clone().requires_grad_()
+        net(data).sum().backward()
+        alive.append(weakref.ref(data))
+        del data
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 5
+    model.reset_hooks()
+
+
 class Recursive(nn.Module):
     def __init__(self) -> None:
         super().__init__()

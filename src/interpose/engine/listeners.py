@@ -155,10 +155,10 @@ class Listener:
 
     def point(self, call: Call, name: str) -> HookPoint:
         """The second argument of a hook function."""
-        frame = frame_of(self.root)
-        return HookPoint(
-            self.model, name, self.site.canonical, call.module, call.index, self.site.axes, frame
-        )
+        site, frame = self.site, frame_of(self.root)
+        # The frame itself would keep every graph alive: gradient hooks hold points, it holds tensors.
+        where = (call.module, call.index, site.axes, frame.offset, frame.prompt)
+        return HookPoint(self.model, name, site.canonical, *where)
 
 
 class FrameStart(Listener):

@@ -9,7 +9,6 @@ from torch import nn
 
 from interpose.engine.hooks import Hook
 from interpose.errors import SiteNotFound
-from interpose.taps.context import Frame
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -21,9 +20,11 @@ class HookPoint:
     Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the
     number of this call of the module within the forward pass (None outside a hook, or where it
     cannot be known). ``axes`` are the names of the value's axes, where they are known.
+    ``offset`` is the position of the value's first token in the whole text: more than 0 after a KV
+    cache. ``prompt`` is how many positions belong to the prompt, while text is being generated.
     """
 
-    __slots__ = ("_frame", "axes", "call", "canonical", "model", "module", "name")
+    __slots__ = ("axes", "call", "canonical", "model", "module", "name", "offset", "prompt")
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class HookPoint:
         module: nn.Module,
         call: int | None = None,
         axes: tuple[str, ...] = (),
-        frame: Frame | None = None,
+        offset: int = 0,
+        prompt: int | None = None,
     ) -> None:
         self.model = model
         self.name = name
@@ -41,17 +43,8 @@ class HookPoint:
         self.module = module
         self.call = call
         self.axes = axes
-        self._frame = frame
-
-    @property
-    def offset(self) -> int:
-        """The position of the value's first token in the whole text: more than 0 after a KV cache."""
-        return 0 if self._frame is None else self._frame.offset
-
-    @property
-    def prompt(self) -> int | None:
-        """How many positions belong to the prompt, while text is being generated."""
-        return None if self._frame is None else self._frame.prompt
+        self.offset = offset
+        self.prompt = prompt
 
     @property
     def ctx(self) -> dict[Any, Any]:

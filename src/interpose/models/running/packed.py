@@ -21,7 +21,6 @@ from interpose.engine.points import HookPoint
 from interpose.errors import Unsupported
 from interpose.models.running.batch_result import Labels
 from interpose.taps import values
-from interpose.taps.context import Frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +182,8 @@ def _views(value: Tensor, hook: HookPoint) -> tuple[int, list[tuple[Tensor, Hook
         end = span.start + span.length
         count = 1 if cut else span.length
         alone = replace(span, start=0, length=count, first=span.first + span.length - count)
-        point: Any = copy.copy(hook)
-        point._frame = Frame()
-        point._frame.offset, point._frame.prompt = alone.first, span.prompt
+        point = copy.copy(hook)
+        point.offset, point.prompt = alone.first, span.prompt
         batch = Packed(spans=[alone], tokens=here.tokens[end - count : end], cut=here.cut)
         views.append((value.narrow(axis, number if cut else span.start, count), point, batch))
     return axis, views
