@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -223,3 +225,97 @@ def test_the_same_tensor_at_two_sites_has_its_gradient_at_each() -> None:
     assert torch.equal(seen["output"], torch.ones(2, 3))
     assert torch.equal(seen["1"], torch.ones(2, 3))
     assert torch.equal(seen["1.0"], torch.full((2, 3), 2.0))
+
+
+class Tower(nn.Module):
+    """Records what its blocks return by hooks of its own, and goes on with the last but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.head = nn.Linear(3, 3)
+        self.hidden: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: self.hidden.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden.clear()
+        self.blocks(x)
+        return self.head(self.hidden[1]).pow(2).sum() + self.hidden[0].sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_hooks_of_the_model_record_has_its_part_in_the_gradient(
+    x: Tensor, frozen: bool
+) -> None:
+    tower = Tower().requires_grad_(not frozen)
+    first = tower.blocks[0](x).detach().requires_grad_()
+    second = first.tanh()
+    loss = tower.head(second).pow(2).sum() + first.sum()
+    right = torch.autograd.grad(loss, [first, second])
+    model, sites = ip.wrap(tower), ["blocks.0", "blocks.1"]
+    output, cache = model.run_with_cache(x, names_filter=sites, incl_bwd=True)
+    assert torch.equal(output, loss)
+    for site, grad in zip(sites, right):
+        assert torch.equal(cache.grad[site], grad), site
+    # Nothing comes of the last block, and its gradient is still asked for in vain.
+    with pytest.raises(ip.NeverFired, match="The loss does not depend on it"):
+        model.run_with_cache(x, names_filter="blocks.2", incl_bwd=True)
+    seen: list[Tensor] = []
+    look = model.hooks(bwd_hooks=[("blocks.1", lambda grad, hook: seen.append(grad.clone()))])
+    with look, model.hooks(bwd_hooks=[("blocks.1", lambda grad, hook: grad * 0)]):
+        _, cache = model.run_with_cache(x, names_filter="blocks.0", incl_bwd=True)
+    assert torch.equal(seen[0], right[1])
+    assert torch.equal(cache.grad["blocks.0"], torch.ones(4, 3))
+
+
+def tripled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+def tripled_in_place(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.mul_(3)
+
+
+def with_its_input(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return args[0] + output
+
+
+@pytest.mark.parametrize("change", [tripled, tripled_in_place, with_its_input])
+def test_the_gradient_is_that_of_the_value_that_is_kept_after_hooks_of_others(
+    x: Tensor, change: Any
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    net[1].register_forward_hook(change)
+    model = ip.wrap(net)
+    _, cache = model.run_with_cache(x, names_filter="1", incl_bwd=lambda out: out.pow(2).sum())
+    leaf = cache["1"].clone().requires_grad_()
+    assert torch.equal(cache["1"], net[:2](x))
+    assert not torch.allclose(leaf, nn.functional.linear(net[0](x), net[1].weight, net[1].bias))
+    right = torch.autograd.grad(net[2](leaf).pow(2).sum(), leaf)[0]
+    assert torch.equal(cache.grad["1"], right)
+
+
+class Passing(nn.Module):
+    """One module that returns what it is given, called on its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = self.same(self.fc(x))
+        twice = self.same(once)
+        return (once * twice).sum() + twice.pow(2).sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_each_call_of_a_module_that_returns_its_input_has_its_own_gradient(
+    x: Tensor, frozen: bool
+) -> None:
+    net = Passing().requires_grad_(not frozen)
+    _, cache = ip.wrap(net).run_with_cache(x, names_filter="same", incl_bwd=True)
+    value = net.fc(x)
+    assert torch.allclose(cache.grad["same#1"], 3 * value)
+    assert torch.allclose(cache.grad["same#0"], 4 * value)

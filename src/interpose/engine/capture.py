@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from interpose.engine.cache import Cache
 from interpose.engine.hooks import Engine, Hook
 from interpose.engine.kept import Kept
-from interpose.engine.listeners import Capturing, GiveBack, Listener
+from interpose.engine.listeners import Capturing, Listener
 from interpose.engine.points import HookPoint
 from interpose.engine.reading import Read, Reads
 from interpose.engine.scope import Binding, Scope
@@ -152,9 +152,7 @@ class CaptureRun(Scope):
                 reads_last=True,
                 outlives_scope=False,
             )
-            watch.listeners.append(listener)
-            if listener.replaces_arguments:
-                watch.listeners.append(GiveBack(self.model, site, self, outright=outright))
+            watch.listeners += [listener, *listener.beside()]
         return watch
 
     def _stop_after(self, listeners: Sequence[Listener]) -> set[Listener] | None:

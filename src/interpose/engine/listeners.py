@@ -113,10 +113,11 @@ class Listener:
         heard = in_autograd_thread() or is_heard(self.scope, current())
         return heard and not self.removed and self.hook.enabled
 
-    @property
-    def replaces_arguments(self) -> bool:
-        """Whether it may put something else in the place of an argument."""
-        return self.phase < AFTER_EDIT
+    def beside(self) -> list[Beside]:
+        """What must be on the module with it: here, for one that may replace an argument."""
+        if self.phase >= AFTER_EDIT:
+            return []
+        return [GiveBack(self.model, self.site, self.scope, outright=self.outright)]
 
     def tensors(self, call: Call) -> list[tuple[values.Leaf, Tensor, str]]:
         """The tensors of a call that this site means, each with its path and name."""
@@ -194,7 +195,11 @@ class FrameEnd(Listener):
                 set_frame(self.root, None)
 
 
-class GiveBack(Listener):
+class Beside(Listener):
+    """Stands beside a listener and does a part of its work in another phase."""
+
+
+class GiveBack(Beside):
     """Stands beside a listener that may replace an argument, so that there is a tap after the call.
 
     That tap sees whether the module wrote to the replacement, and writes the same to the original.

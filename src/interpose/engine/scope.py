@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from interpose.engine.editing import Editing, Skipping, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
-from interpose.engine.listeners import FrameEnd, FrameStart, GiveBack, Listener, guard_output
+from interpose.engine.listeners import Beside, FrameEnd, FrameStart, Listener, guard_output
 from interpose.engine.watching import Watching, grad_receiver
 from interpose.errors import NeverFired
 from interpose.sites.grammar import OUTPUT
@@ -41,7 +41,7 @@ class Binding:
         """What should have run and did not: each site named outright, or all of a pattern."""
         if not self.hook.enabled or not self.hook.must_fire(self.direction):
             return []
-        silent = [x for x in self.listeners if not x.fired and not isinstance(x, GiveBack)]
+        silent = [x for x in self.listeners if not x.fired and not isinstance(x, Beside)]
         named = [x for x in silent if x.outright]
         return named if named or self.fired else silent[:1]
 
@@ -90,9 +90,7 @@ def bind(
             else:
                 kind = TorchEditing if isinstance(hook, TorchHook) else Editing
                 listener = kind(**about, hook=hook, check_finite=check_finite)
-            binding.listeners.append(listener)
-            if listener.replaces_arguments:
-                binding.listeners.append(GiveBack(**about))
+            binding.listeners += [listener, *listener.beside()]
         bindings.append(binding)
     return bindings
 

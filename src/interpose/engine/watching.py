@@ -12,12 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from interpose.engine.editing import changed_by, look
 from interpose.engine.hooks import Detector, Hook
-from interpose.engine.listeners import Listener
+from interpose.engine.listeners import ORDINARY, Beside, Listener
 from interpose.engine.points import HookPoint
-from interpose.errors import GradientError
+from interpose.errors import AmbiguousSite, GradientError, SiteNotFound
 from interpose.taps import values
 from interpose.taps.context import current
-from interpose.taps.tap import AFTER_READ, BEFORE_READ, Call
+from interpose.taps.tap import AFTER_EDIT, AFTER_READ, BEFORE_READ, Call
 
 
 class Watching(Listener):
@@ -71,6 +71,12 @@ class Watching(Listener):
                 if scope.targets is not None:  # type: ignore[attr-defined]
                     scope.targets.append(get_gradient_edge(watched))  # type: ignore[attr-defined]
 
+    def beside(self) -> list[Beside]:
+        """At a whole output: what puts the copy in, before hooks of others."""
+        if self.phase != AFTER_READ or self.site.lens is not None:
+            return super().beside()
+        return [StandIn(self)]
+
     def _watchable(self, call: Call, leaf: values.Leaf, value: Tensor, name: str) -> Tensor | None:
         """The tensor whose gradient is that of this site; replaces the value where it must."""
         if not (value.is_floating_point() or value.is_complex()):
@@ -86,10 +92,9 @@ class Watching(Listener):
         done = call.shared.get((Watching, leaf, self.site.lens, "shown"))
         if done is not None:
             return done  # type: ignore[no-any-return]
-        if value.requires_grad:
-            shown = values.stand_in(value)
-        else:
-            shown = values.stand_in(values.stand_in(value.detach()).requires_grad_())
+        if not call.before and getattr(value, "_stands_in_at", None) == id(call.module):
+            return value  # put in by a `StandIn`, and nobody has changed it since
+        shown = _stand_in(value)
         self.put(call, leaf, value, shown, watched=name)
         call.shared[(Watching, leaf, self.site.lens, "shown")] = shown
         return shown
@@ -107,6 +112,44 @@ class Watching(Listener):
             return None
         self.fired += 1
         return self.receive(grad, point)
+
+
+class StandIn(Beside):
+    """Puts the copy whose gradient is watched in the place of an output, before hooks of others.
+
+    What they keep of it (transformers records hidden states so) then has its part in the gradient.
+    If they change the value, the watcher puts in a copy of that.
+    """
+
+    phase, rank = AFTER_EDIT, ORDINARY + 1
+
+    def __init__(self, watcher: Watching) -> None:
+        super().__init__(watcher.model, watcher.site, watcher.scope, outright=watcher.outright)
+        self.hook = watcher.hook
+        self.shape_noted = True  # the watcher notes it, after hooks of others
+
+    def on(self, call: Call) -> None:
+        """Replace each tensor that can have a gradient, once for all watchers."""
+        if not self.hook.enabled or not torch.is_grad_enabled():
+            return
+        try:
+            found = self.tensors(call)
+        except (SiteNotFound, AmbiguousSite):
+            return  # the watcher says so, unless hooks of others make it what it should be
+        for leaf, value, name in found:
+            if (StandIn, leaf) not in call.shared and (
+                value.is_floating_point() or value.is_complex()
+            ):
+                shown = call.shared[(StandIn, leaf)] = _stand_in(value)
+                shown._stands_in_at = id(call.module)  # type: ignore[attr-defined]
+                call.replace(leaf, value, shown, watched=name)
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    """A copy that gradients flow through, to the value or (where that has none) to a fresh leaf."""
+    if value.requires_grad:
+        return values.stand_in(value)
+    return values.stand_in(values.stand_in(value.detach()).requires_grad_())
 
 
 class Watchers:
