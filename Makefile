@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test check format bench zoo clean
+.PHONY: demo test check format bench zoo pocket clean
 
 # One stamp per set of dependencies: a second call finds it and starts at once.
 $(VENV)/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[transformers]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -17,7 +17,7 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 demo: $(VENV)/.run
-	$(BIN)/python examples/demo.py
+	$(BIN)/interpose demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -38,6 +38,12 @@ bench: $(VENV)/.dev
 # Every model type of transformers, as docs/models.md has it: minutes.
 zoo: $(VENV)/.dev
 	$(BIN)/python scripts/models_page.py --check
+
+# Trains the pocket model anew into build/pocket and evaluates it: minutes on a GPU, a night without.
+pocket: $(VENV)/.dev
+	$(BIN)/python -m training.train --out build/pocket
+	$(BIN)/python -m training.evaluate build/pocket/model
+	$(BIN)/python -m training.circuit build/pocket/model
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 
 import torch
-from tests.hf import tiny
 
 import interpose as ip
+from tests.hf import tiny
 
 TYPES = (
     "gpt2",

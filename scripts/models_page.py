@@ -58,9 +58,8 @@ class Row:
 
 def examine(model_type: str, kind: str, *, differences: bool = True) -> Row:
     """Build a tiny model of a type and check it."""
-    from tests.hf import tiny
-
     import interpose as ip
+    from tests.hf import tiny
 
     if kind == "causal" and model_type in tiny.UNBUILDABLE:
         reason = plain(tiny.UNBUILDABLE[model_type])

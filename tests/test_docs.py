@@ -84,6 +84,11 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
+def test_examples_are_short_enough_to_read_at_once() -> None:
+    for example in EXAMPLES:
+        assert len(example.read_text().splitlines()) < 60, example.name
+
+
 def test_every_link_in_the_pages_leads_somewhere() -> None:
     for page in PAGES:
         prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))

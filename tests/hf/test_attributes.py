@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import interpose as ip
 from interpose.engine.points import HookPoint
 from interpose.models.transformer import TransformerModel
 from interpose.models.weights.attributes import Part, Parts, part_of
@@ -208,3 +209,24 @@ def test_parts_can_be_copied() -> None:
     part = wired("gpt2").blocks[0]
     assert copy.copy(part) == part
     assert part != "blocks.0"
+
+
+def test_parts_run_as_the_modules_behind_them() -> None:
+    model = ip.load("pocket", device="cpu")
+    gpt2 = model.module
+    tokens = model.to_tokens("The capital of France is")
+    logits, cache = model.run_with_cache(tokens, names_filter=["embed", "resid_post", "resid_mid"])
+    assert torch.equal(model.embed(tokens), cache["embed"])
+    last = cache["resid_post", -1]
+    assert torch.equal(model.unembed(model.ln_final(last)), logits)
+    assert torch.equal(model.ln_final(last), gpt2.transformer.ln_f(last))
+    middle = cache["resid_mid", 3]
+    block = gpt2.transformer.h[3]
+    assert model.blocks[3].mlp.module is block.mlp
+    assert model.blocks[3].attn.module is block.attn
+    assert model.blocks[3].module is block
+    assert torch.equal(
+        model.blocks[3].mlp(model.blocks[3].ln2(middle)), block.mlp(block.ln_2(middle))
+    )
+    with pytest.raises(TypeError, match="no single module"):
+        model.pos_embed(tokens)

@@ -523,12 +523,14 @@ ENDS = {
 @pytest.mark.parametrize("model_type", ENDS)
 def test_ends_are_embeddings_final_norm_and_logits(model_type: str) -> None:
     names = ("hook_embed", "hook_pos_embed", "ln_final.hook_normalized", "unembed.hook_out")
+    short = ("embed", "pos_embed", "normalized", "logits")
     _, cache = kept(model_type)
-    for name, path in zip(names, ENDS[model_type]):
+    for name, also, path in zip(names, short, ENDS[model_type]):
         if path is None:
             assert name not in of(model_type).sites
         else:
             assert torch.equal(cache[name], seen(model_type).made[path]), name
+            assert cache[also] is cache[name]
     unembed = ENDS[model_type][3]
     assert torch.equal(cache["unembed.hook_in"], seen(model_type).given[str(unembed)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = given.run(given)
-    except (OSError, ValueError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, ModuleNotFoundError) as error:
         sys.stderr.write(f"interpose {given.command}: {error}\n")
         return 2
     return status
@@ -32,6 +33,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="interpose", description="Look inside neural networks while they run."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    demo = commands.add_parser("demo", help="find where the pocket model keeps a fact")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--clean", help="a prompt of your own")
+    demo.add_argument("--corrupt", help="a prompt of as many tokens with another answer")
+    demo.add_argument("--out", default="demo.html", help="the page to write (default: demo.html)")
     check = commands.add_parser("check", help="prove the promises on a model")
     check.set_defaults(run=_check)
     check.add_argument("--layers", type=int, nargs="+", help="which blocks (default: 3 of them)")
@@ -55,6 +61,16 @@ def _load(given: argparse.Namespace) -> TransformerModel:
     if given.dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {given.dtype!r}; try float32, bfloat16 or float16.")
     return ip.load(given.model, device=given.device, dtype=dtype)
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from interpose.cli import demo
+
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    prompts = (given.clean or demo.CLEAN, given.corrupt or demo.CORRUPT)
+    for part in demo.demo(*prompts, out=given.out, coloured=coloured):
+        _print(part)
+    return 0
 
 
 def _check(given: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 
 from interpose.engine.model import Model
 from interpose.models.transformer import TransformerModel
+
+POCKET = Path(__file__).parents[1] / "pocket"
+"""The folder of the small trained model inside the package; see docs/pocket.md."""
 
 
 def wrap(module: nn.Module, tokenizer: Any = None, processor: Any = None) -> Model:
@@ -66,13 +70,15 @@ def load(
     """Load a model of transformers with its tokenizer, from a folder or a hub, ready to be looked into.
 
     Args:
-        name_or_folder: what ``from_pretrained`` takes.
+        name_or_folder: what ``from_pretrained`` takes; or ``pocket``, the small trained model that comes
+            with interpose (a folder of that name is ``./pocket``).
         device: where to put it; by default the accelerator, if there is one.
         dtype: of its weights; by default the one it was saved in.
         **options: for ``from_pretrained``, such as ``device_map`` or ``attn_implementation``.
     """
-    import transformers
-
+    transformers = _transformers()
+    if name_or_folder == "pocket":
+        name_or_folder = str(POCKET)
     config = options.pop("config", None)
     if config is None:
         known = {key: options[key] for key in _FOR_FILES if key in options}
@@ -96,6 +102,17 @@ _FOR_FILES = (
     "trust_remote_code",
     "subfolder",
 )
+
+
+def _transformers() -> Any:
+    """The library, or an error with the line that installs it."""
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "ip.load needs transformers: pip install 'interpose[transformers]'"
+        ) from error
+    return transformers
 
 
 def _best_device() -> torch.device:

@@ -43,6 +43,10 @@ _WHOLE = {
     "pos_embed.hook_out": "hook_pos_embed",
     "ln_final.hook_out": "ln_final.hook_normalized",
     "logits": "unembed.hook_out",
+    "embed": "hook_embed",
+    "pos_embed": "hook_pos_embed",
+    "scale": "ln_final.hook_scale",
+    "normalized": "ln_final.hook_normalized",
 }
 
 _SPECTRA = {
@@ -79,8 +83,6 @@ _KINDS = {
     "expert_indices": "mlp.hook_expert_indices",
     "experts_out": "mlp.hook_experts_out",
     "expert_out": "mlp.hook_expert_out",
-    "scale": "ln_final.hook_scale",
-    "normalized": "ln_final.hook_normalized",
 }
 _NORMS = ("scale", "normalized")
 _LAYER_TYPES = {"a": "attn", "m": "mlp", "b": ""}
@@ -101,9 +103,7 @@ def looks_semantic(name: str) -> bool:
 def kinds() -> set[str]:
     """Words that name one site in each block."""
     found = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "attn_in", "mlp_in"}
-    return (
-        found | {"q_input", "k_input", "v_input", "mixer_in", "mixer_out"} | set(_KINDS) - {*_NORMS}
-    )
+    return found | {"q_input", "k_input", "v_input", "mixer_in", "mixer_out"} | set(_KINDS)
 
 
 def canonical(name: str) -> str:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from torch import nn
+
 from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.weights.config import describe
@@ -74,6 +76,37 @@ class Part:
         if "hook_" in name and self._model.tree.leads_somewhere(full):
             return self._model.hook_dict[full]  # another system's name for a site
         raise AttributeError(self._why_not(name, full))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module behind this part: ``model.unembed(model.ln_final(stream))``."""
+        return self.module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module behind this part, the user's own."""
+        found = self._modules().get(self._path)
+        if found is None:
+            raise TypeError(f"no single module of {self._model.tree.label} is {self._path!r}.")
+        return found
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """The modules that are parts, by path."""
+        anatomy = self._model.anatomy
+        ends = {"embed": anatomy.embed, "unembed": anatomy.unembed}
+        found = {name: place.module for name, place in ends.items() if place is not None}
+        for tower in anatomy.towers:
+            if tower.final_norm is not None:
+                found[f"{tower.prefix}ln_final"] = tower.final_norm.place.module
+            for block in tower.blocks:
+                at = f"{tower.prefix}blocks.{block.index}"
+                found[at] = block.module
+                found |= {f"{at}.{name}": norm.place.module for name, norm in block.norms.items()}
+                paths = {attention.name: attention.path for attention in block.attentions}
+                if block.mlp is not None:
+                    paths["mlp"] = block.mlp.path
+                for name, path in paths.items():
+                    found[f"{at}.{name}"] = self._model.module.get_submodule(path)
+        return found
 
     def _names(self) -> Iterator[str]:
         """Everything below, by its name from here on."""

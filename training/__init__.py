@@ -1,0 +1,1 @@
+"""How the pocket model is made: the text it learns from, its tokenizer, its training and its evaluation."""
