@@ -14,7 +14,18 @@ import interpose as ip
 PACKAGE = Path(ip.__file__).parent
 # From the bottom up; a layer imports only layers before it. `errors` and `render` know nothing of
 # the others.
-LAYERS = ["errors", "render", "sites", "taps", "engine", "models", "edits", "analysis", "cli"]
+LAYERS = [
+    "errors",
+    "render",
+    "sites",
+    "taps",
+    "engine",
+    "models",
+    "edits",
+    "analysis",
+    "cli",
+    "dialects",
+]
 
 
 def python_files() -> list[Path]:

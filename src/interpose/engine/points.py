@@ -179,6 +179,11 @@ class Handle:
         return getattr(self.hook, "function", self.hook)
 
     @property
+    def context_level(self) -> int | None:
+        """The level it was added with, in TransformerLens's words."""
+        return self.level
+
+    @property
     def fired(self) -> int:
         """How often it has run."""
         return self._fired()

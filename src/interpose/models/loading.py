@@ -131,6 +131,12 @@ def _class_for(transformers: Any, config: Any) -> Any:
     return transformers.AutoModel
 
 
+def tokenizer_of(name_or_folder: str) -> Any:
+    """The tokenizer of a model on a hub, in a folder, or in the package; None if it has none."""
+    name = str(POCKET) if name_or_folder == "pocket" else name_or_folder
+    return _readers(_transformers(), name, {})[0]
+
+
 def _readers(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """Tokenizer and processor, as far as the checkpoint has them."""
     known = {key: options[key] for key in _FOR_FILES if key in options}

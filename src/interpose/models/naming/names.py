@@ -118,6 +118,19 @@ def canonical(name: str) -> str:
     return f"{match['tower']}blocks.{match['layer']}.{rest}"
 
 
+def bridge_name(name: str) -> str | None:
+    """What TransformerLens's bridge calls a canonical name; None where it has no other name for it."""
+    match = _IN_BLOCK.fullmatch(name)
+    if match is None:
+        return next(
+            (other for other, known in _WHOLE.items() if known == name and "." in other), None
+        )
+    for other, known in _BLOCK.items():
+        if known == match["rest"]:
+            return f"{match['tower']}blocks.{match['layer']}.{other}"
+    return None
+
+
 def of_kind(kind: str, layer: int | str | None = None, part: str | None = None) -> str:
     """The canonical name of a short form: a kind, a layer (``*`` for all), and the part of the block if needed."""
     kind = kind.removeprefix("lm.").removeprefix("hook_")

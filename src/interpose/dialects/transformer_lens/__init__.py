@@ -1,0 +1,72 @@
+"""TransformerLens's names. Change the import line, keep the code.
+
+```python
+from interpose.dialects.transformer_lens import HookedTransformer, utils
+```
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+    from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
+    from interpose.dialects.transformer_lens.hook_points import HookPoint
+    from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule
+    from interpose.dialects.transformer_lens.hooked_transformer import (
+        HookedEncoder,
+        HookedEncoderDecoder,
+        HookedTransformer,
+        HookedTransformerConfig,
+        TransformerBridge,
+    )
+    from interpose.dialects.transformer_lens.svd_interpreter import SVDInterpreter
+
+_HERE = "interpose.dialects.transformer_lens"
+_HOME_OF = {
+    "ActivationCache": "activation_cache",
+    "FactoredMatrix": "factored_matrix",
+    "HookPoint": "hook_points",
+    "HookedEncoder": "hooked_transformer",
+    "HookedEncoderDecoder": "hooked_transformer",
+    "HookedRootModule": "hooked_root_module",
+    "HookedTransformer": "hooked_transformer",
+    "HookedTransformerConfig": "hooked_transformer",
+    "SVDInterpreter": "svd_interpreter",
+    "TransformerBridge": "hooked_transformer",
+}
+_MODULES = ("evals", "head_detector", "hook_points", "patching", "utilities", "utils")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{_HERE}.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"interpose.dialects.transformer_lens has no {name!r}")
+    found = getattr(importlib.import_module(f"{_HERE}.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "ActivationCache",
+    "FactoredMatrix",
+    "HookPoint",
+    "HookedEncoder",
+    "HookedEncoderDecoder",
+    "HookedRootModule",
+    "HookedTransformer",
+    "HookedTransformerConfig",
+    "SVDInterpreter",
+    "TransformerBridge",
+    "evals",
+    "head_detector",
+    "hook_points",
+    "patching",
+    "utilities",
+    "utils",
+]

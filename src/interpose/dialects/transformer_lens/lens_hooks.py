@@ -1,0 +1,343 @@
+"""Hooks and runs with TransformerLens's arguments: levels, contexts, caching hooks, vetoes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.utilities.slices import Slice
+from interpose.engine.points import Handle, HookPoint
+from interpose.models.transformer import TransformerModel
+
+HookPair = tuple[Any, Callable[..., Any]]
+
+
+class LensHooks(TransformerModel):
+    """The part of a `HookedTransformer` that deals in hooks."""
+
+    context_level = 0
+    is_caching = False
+    _lens_cfg: HookedTransformerConfig
+
+    # Hooks that stay.
+
+    def add_hook(
+        self,
+        name: Any,
+        hook: Callable[..., Any] | None = None,
+        dir: str = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+        *,
+        hook_fn: Callable[..., Any] | None = None,
+    ) -> Handle:
+        """Add a function to the sites that a name or a filter means, until it is removed.
+
+        Args:
+            name: a name in any spelling, a list, a callable on names.
+            hook: ``fn(value, hook)``.
+            dir: ``fwd`` for values, ``bwd`` for gradients.
+            is_permanent: `reset_hooks` leaves it unless told otherwise.
+            level: removes with others of the level; by default that of the ``with model.hooks()`` around it.
+            prepend: run before the hooks that are there.
+            hook_fn: the bridge's word for ``hook``.
+        """
+        function = hook if hook is not None else hook_fn
+        if function is None:
+            raise TypeError("add_hook takes a function: model.add_hook(name, fn).")
+        for site, _ in self.tree.select(self._filter(name)):
+            point = self.hook_dict[site.name]
+            self.check_hooks_to_add(point, site.name, function, dir, is_permanent, prepend)
+        level = self.context_level if level is None else level
+        return super().add_hook(
+            self._filter(name), _bare(function, dir), dir, is_permanent, level, prepend
+        )
+
+    def check_hooks_to_add(
+        self,
+        hook_point: HookPoint,
+        hook_point_name: str,
+        hook: Callable[..., Any],
+        dir: str = "fwd",
+        is_permanent: bool = False,
+        prepend: bool = False,
+    ) -> None:
+        """Called for each hook that is to be added. Override it to raise where a hook must not be."""
+
+    def check_and_add_hook(
+        self,
+        hook_point: HookPoint,
+        hook_point_name: str,
+        hook: Callable[..., Any],
+        dir: str = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> Handle:
+        """Add a function to one hook point, by the name it is known by."""
+        del hook_point  # a view of the site that the name means
+        return self.add_hook(hook_point_name, hook, dir, is_permanent, level, prepend)
+
+    def list_hooks(  # type: ignore[override]
+        self,
+        name_filter: Any = None,
+        dir: str = "both",
+        including_permanent: bool = True,
+    ) -> dict[str, list[Handle]]:
+        """The hooks that are on the model, by the canonical names of their sites."""
+        wanted = None
+        if name_filter is not None:
+            wanted = {site.canonical for site, _ in self.tree.select(self._filter(name_filter))}
+        found: dict[str, list[Handle]] = {}
+        for handle in self._handles:
+            if handle.matches(dir, including_permanent, None):
+                for name in sorted(handle.canonicals):
+                    if wanted is None or name in wanted:
+                        found.setdefault(name, []).append(handle)
+        return found
+
+    def hook_points(self) -> list[HookPoint]:
+        """Every hook point."""
+        return list(self.hook_dict.values())
+
+    @property
+    def mod_dict(self) -> dict[str, nn.Module | HookPoint]:
+        """Modules by their own paths, and hook points by theirs."""
+        modules = {name: part for name, part in self.module.named_modules() if name}
+        return {**modules, **dict(self.hook_dict.items())}
+
+    # Runs.
+
+    @contextmanager
+    def hooks(  # type: ignore[override]
+        self,
+        fwd_hooks: Iterable[HookPair] = (),
+        bwd_hooks: Iterable[HookPair] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        *,
+        hooks: Iterable[Any] = (),
+    ) -> Iterator[LensHooks]:
+        """A ``with`` block in which hooks are live. Hooks that `add_hook` adds inside it go with it.
+
+        Args:
+            fwd_hooks: pairs of a site (name or filter) and a function.
+            bwd_hooks: the same, for gradients.
+            reset_hooks_end: False leaves them all on the model.
+            clear_contexts: also empty ``hook.ctx`` of all sites at the end.
+            hooks: edits and other hooks of interpose.
+        """
+        forward, backward = self._pairs(fwd_hooks, "fwd"), self._pairs(bwd_hooks, "bwd")
+        self.context_level += 1
+        level = self.context_level
+        try:
+            if reset_hooks_end:
+                with super().hooks(hooks, fwd_hooks=forward, bwd_hooks=backward):
+                    yield self
+            else:
+                self._stay(forward, backward)
+                yield self
+        finally:
+            if reset_hooks_end:
+                self.reset_hooks(clear_contexts, including_permanent=False, level=level)
+            self.context_level -= 1
+
+    def run_with_hooks(
+        self,
+        *args: Any,
+        fwd_hooks: Iterable[HookPair] = (),
+        bwd_hooks: Iterable[HookPair] = (),
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        remove_batch_dim: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model once with hooks.
+
+        Args:
+            *args: what the model takes: text or tokens.
+            fwd_hooks: pairs of a site (name or filter) and a function.
+            bwd_hooks: the same, for gradients; they fire in any later backward pass of this run.
+            reset_hooks_end: False leaves the hooks on the model.
+            clear_contexts: also empty ``hook.ctx`` of all sites at the end.
+            remove_batch_dim: functions get values without the batch axis, which must be 1.
+            **kwargs: what the model takes: ``return_type``, ``stop_at_layer``, ...
+        """
+        forward, backward = self._pairs(fwd_hooks, "fwd"), self._pairs(bwd_hooks, "bwd")
+        if remove_batch_dim:
+            forward, backward = ([(n, _unbatched(f)) for n, f in x] for x in (forward, backward))
+        try:
+            if not reset_hooks_end:
+                self._stay(forward, backward)
+                return self(*args, **kwargs)
+            return super().run_with_hooks(*args, fwd_hooks=forward, bwd_hooks=backward, **kwargs)
+        finally:
+            if clear_contexts:
+                self.clear_contexts()
+
+    def run_with_cache(
+        self,
+        *args: Any,
+        return_cache_object: bool = True,
+        remove_batch_dim: bool = False,
+        names_filter: Any = None,
+        pos_slice: Any = None,
+        reset_hooks_end: bool = True,
+        clear_contexts: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """Run the model once, and keep the values of some sites: the output, and an `ActivationCache`.
+
+        Args:
+            *args: what the model takes: text or tokens.
+            return_cache_object: False gives a plain dict.
+            remove_batch_dim: drop the batch axis, which must be 1.
+            names_filter: a name, a list of names, or a callable on names; None keeps everything.
+            pos_slice: which positions to keep; an int keeps the axis.
+            reset_hooks_end: has no meaning here, since nothing stays on the model; accepted.
+            clear_contexts: also empty ``hook.ctx`` of all sites at the end.
+            **kwargs: ``incl_bwd``, ``device``, ``stop_at_layer``, ``return_type``, ``prepend_bos``, ...
+        """
+        del reset_hooks_end
+        if names_filter is None:
+            wanted: Any = self._everything()
+        else:
+            wanted = self._filter(names_filter)
+        output, cache = super().run_with_cache(
+            *args,
+            names_filter=wanted,
+            remove_batch_dim=remove_batch_dim,
+            pos_slice=_positions(pos_slice),
+            **kwargs,
+        )
+        if clear_contexts:
+            self.clear_contexts()
+        if not return_cache_object:
+            return output, dict(cache)
+        return output, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+
+    # Hooks that cache.
+
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: str | torch.device | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ) -> tuple[dict[str, Tensor], list[HookPair], list[HookPair]]:
+        """A dict, and the forward and backward hooks that fill it, by the names they are asked by."""
+        cache = {} if cache is None else cache
+        chosen = None if pos_slice is None else Slice.unwrap(pos_slice)
+
+        def keep(value: Tensor, hook: HookPoint, suffix: str = "") -> None:
+            kept = value.detach().clone()
+            if device is not None:
+                kept = kept.to(device)
+            kept = kept[0] if remove_batch_dim else kept
+            if chosen is not None and "pos" in hook.axes:
+                kept = chosen.apply(kept, dim=hook.axes.index("pos") - len(hook.axes))
+            cache[hook.name + suffix] = kept
+
+        wanted = self._everything() if names_filter is None else names_filter
+        backward: list[HookPair] = []
+        if incl_bwd:
+            backward = [(wanted, functools.partial(keep, suffix="_grad"))]
+        return cache, [(wanted, keep)], backward
+
+    def add_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: str | torch.device | None = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Put hooks on the model that fill a dict in every run, until `reset_hooks`."""
+        made, forward, backward = self.get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim, cache
+        )
+        self._stay(forward, backward)
+        return made
+
+    def cache_all(self, cache: dict[str, Tensor], **kwargs: Any) -> None:
+        """Fill a dict with everything in every run; `add_caching_hooks` is the newer name."""
+        self.add_caching_hooks(cache=cache, **kwargs)
+
+    def cache_some(self, cache: dict[str, Tensor], names: Any, **kwargs: Any) -> None:
+        """Fill a dict with some sites in every run; `add_caching_hooks` is the newer name."""
+        self.add_caching_hooks(names, cache=cache, **kwargs)
+
+    # Shared steps.
+
+    def _everything(self) -> list[str]:
+        """What None means: every primary site, and those that a flag asks for."""
+        ends = self.cfg.flagged
+        sites = self.tree.table.sites.items()
+        return [name for name, site in sites if site.primary or (ends and name.endswith(ends))]
+
+    def _filter(self, wanted: Any) -> Any:
+        """A filter of a user's, in a form that names resolve from."""
+        return wanted
+
+    def _pairs(self, pairs: Iterable[HookPair], dir: str) -> list[HookPair]:
+        return [(self._filter(name), _bare(function, dir)) for name, function in pairs]
+
+    def _stay(self, forward: Sequence[HookPair], backward: Sequence[HookPair]) -> None:
+        for dir, pairs in (("fwd", forward), ("bwd", backward)):
+            for name, function in pairs:
+                self.add_hook(name, function, dir)
+
+    @property
+    def cfg(self) -> HookedTransformerConfig:  # type: ignore[override]
+        """What the model is like, and its flags."""
+        raise NotImplementedError
+
+
+def _bare(function: Callable[..., Any], dir: str) -> Callable[..., Any]:
+    """A backward hook may return its gradient in a tuple, as torch's own do."""
+    if dir != "bwd" or not callable(function):
+        return function
+
+    @functools.wraps(function)
+    def unwrapped(value: Tensor, hook: HookPoint) -> Any:
+        made = function(value, hook=hook)
+        return made[0] if isinstance(made, tuple) else made
+
+    return unwrapped
+
+
+def _unbatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function with the value of the only text, and put the batch axis back."""
+
+    @functools.wraps(function)
+    def without_batch(value: Tensor, hook: HookPoint) -> Any:
+        if value.shape[0] != 1:
+            raise ValueError(
+                f"remove_batch_dim needs a batch of 1; {hook.name!r} is {tuple(value.shape)}."
+            )
+        made = function(value[0], hook=hook)
+        return made if made is None else made[None]
+
+    return without_batch
+
+
+def _positions(pos_slice: Any) -> Any:
+    """A `Slice`, or what it takes, as an index; an int keeps the axis."""
+    if pos_slice is None:
+        return None
+    found = Slice.unwrap(pos_slice)
+    if found.mode == "identity":
+        return None
+    return (
+        found.slice if found.mode == "slice" else torch.as_tensor(found.slice).reshape(-1).tolist()
+    )

@@ -1,0 +1,119 @@
+"""Text in and out with TransformerLens's names, where interpose has another word or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.dialects.transformer_lens.generation import options_for
+from interpose.models.running.text import is_text
+from interpose.models.transformer import TransformerModel
+
+
+class LensText(TransformerModel):
+    """The part of a `HookedTransformer` that reads and writes text."""
+
+    _prepends_bos: bool | None = True
+    default_padding_side: str | None = None
+    """Where shorter texts of a batch are padded; None for where the tokenizer does."""
+
+    @property
+    def default_prepend_bos(self) -> bool | None:
+        """Whether texts begin with a BOS token unless said otherwise; ``cfg.default_prepend_bos`` is the same."""
+        cfg = vars(self).get("_lens_cfg")  # not made for this: it needs a probe of the model
+        return self._prepends_bos if cfg is None else cfg.default_prepend_bos
+
+    @default_prepend_bos.setter
+    def default_prepend_bos(self, value: bool | None) -> None:
+        self._prepends_bos = value
+        if "_lens_cfg" in vars(self):
+            vars(self)["_lens_cfg"].default_prepend_bos = value
+
+    def _encode(self, texts: Any, prepend_bos: bool | None, truncate: bool) -> list[list[int]]:
+        if prepend_bos is None and self.default_prepend_bos is not None and self._bos() is not None:
+            prepend_bos = self.default_prepend_bos
+        return super()._encode(texts, prepend_bos, truncate)
+
+    def _as_batch(self, rows: Any, padding_side: str | None) -> tuple[Tensor, Tensor | None]:
+        return super()._as_batch(rows, padding_side or self.default_padding_side)
+
+    def to_tokens(
+        self,
+        input: Any,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        move_to_device: bool = True,
+        truncate: bool = True,
+    ) -> Tensor:
+        """Token ids [batch, pos] of a text or several; a BOS token comes first unless ``prepend_bos`` is False."""
+        made = super().to_tokens(
+            input, prepend_bos=prepend_bos, padding_side=padding_side, truncate=truncate
+        )
+        return made if move_to_device else made.cpu()
+
+    def to_sentence_pair_tokens(self, first: str, second: str) -> dict[str, Tensor]:
+        """What an encoder such as BERT takes for two sentences: ids, mask and which sentence each token is of."""
+        pair = self._tokenizer()(first, second, return_tensors="pt")
+        return {name: value.to(self.device) for name, value in pair.items()}
+
+    def input_to_embed(
+        self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        """What enters the first block, the tokens, None (where old models had positions) and the mask, if any."""
+        given = self.prepare(input, prepend_bos, padding_side)
+        stream = self(given, stop_at_layer=0)
+        return stream, given["input_ids"], None, given.get("attention_mask")
+
+    def generate(self, input: Any = "", max_new_tokens: int = 10, **options: Any) -> Any:
+        """Generate text with transformers' own ``generate``; hooks in scope fire at every step.
+
+        Args:
+            input: a text, a list of texts, or tokens.
+            max_new_tokens: how many.
+            **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
+                ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
+        """
+        return super().generate(input, max_new_tokens=max_new_tokens, **options_for(options))
+
+    def hf_generate(self, input: Any, **options: Any) -> Any:
+        """Generate with the options and defaults of transformers."""
+        return super().generate(input, **options)
+
+    def generate_stream(
+        self, input: Any, max_new_tokens: int = 10, max_tokens_per_yield: int = 5, **options: Any
+    ) -> Iterator[Any]:
+        """Generate some tokens at a time, and yield each part as text, or as tokens if tokens were given."""
+        text = is_text(input)
+        tokens = self.to_tokens(input) if text else self._tokens(input)
+        options.setdefault("return_type", "tokens")
+        while max_new_tokens > 0:
+            count = min(max_tokens_per_yield, max_new_tokens)
+            longer = self.generate(tokens, count, **options)
+            new = longer[:, tokens.shape[1] :]
+            plain = text and len(new) == 1
+            yield self._tokenizer().decode(new[0], skip_special_tokens=True) if plain else new
+            if new.shape[1] < count or bool((new == self._end_token()).any(1).all()):
+                return
+            tokens, max_new_tokens = longer, max_new_tokens - count
+
+    def _end_token(self) -> int:
+        found = getattr(self.module.generation_config, "eos_token_id", None)
+        return found if isinstance(found, int) else -1
+
+
+def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:
+    """The likeliest word at each mask, as one text."""
+    tokenizer = model.tokenizer
+    masked = tokens == tokenizer.mask_token_id
+    return str(tokenizer.decode(logits[masked].argmax(-1)))
+
+
+@torch.no_grad()
+def predict_next_sentence(model: TransformerModel, first: str, second: str) -> str:
+    """Whether a model with a next-sentence head takes the second sentence for the one that follows."""
+    pair = model._tokenizer()(first, second, return_tensors="pt").to(model.device)
+    follows = int(model(**pair).logits[0].argmax()) == 0
+    return "The sentences are sequential" if follows else "The sentences are NOT sequential"

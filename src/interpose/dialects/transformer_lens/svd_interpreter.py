@@ -1,0 +1,117 @@
+"""Which tokens the singular vectors of a weight matrix write, after Millidge and Black's method.
+
+A right singular vector of a head's OV circuit, or of an MLP's matrix, is a direction in the residual
+stream. Unembedded, it says which tokens that direction stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
+from interpose.errors import Unsupported
+from interpose.models.discovery.anatomy import Norm
+from interpose.models.weights.weights import main_tower
+
+_KINDS = ("OV", "w_in", "w_out")
+
+
+class SVDInterpreter:
+    """Reads the singular vectors of a model's weights as tokens.
+
+    ```python
+    vectors = SVDInterpreter(model).get_singular_vectors("OV", layer_index=5, head_index=3)
+    model.to_str_tokens(vectors[:, 0, 0].topk(10).indices)   # the first vector's tokens
+    ```
+
+    Args:
+        model: the model; with grouped queries, heads that share values have OV circuits of their own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cfg = model.cfg
+
+    @torch.no_grad()
+    def get_singular_vectors(
+        self,
+        vector_type: str,
+        layer_index: int,
+        num_vectors: int = 10,
+        head_index: int | None = None,
+    ) -> Tensor:
+        """How much each token gets from each singular vector, [d_vocab, 1, num_vectors].
+
+        Vectors come in the order of their singular values. The sign of each is arbitrary, as in any
+        singular value decomposition: tokens at the bottom mean as much as those at the top.
+
+        Args:
+            vector_type: ``OV`` for what a head writes, ``w_in`` for what an MLP's neurons read,
+                ``w_out`` for what they write. What neurons read comes through a norm, so its weight
+                is multiplied in; a model whose norms are folded has it there already.
+            layer_index: which block.
+            num_vectors: how many vectors.
+            head_index: which head, for ``OV``.
+        """
+        if vector_type not in _KINDS:
+            raise ValueError(f"vector_type is one of {', '.join(_KINDS)}; got {vector_type!r}")
+        _check("layer", layer_index, self.cfg.n_layers)
+        if vector_type == "OV":
+            directions = self._ov(layer_index, head_index).V.mT
+        else:
+            mlp = self.model.blocks[layer_index].mlp
+            matrix = mlp.W_out if vector_type == "w_out" else self._read_by_neurons(layer_index)
+            wide = matrix if matrix.dtype == torch.float64 else matrix.float()
+            directions = torch.linalg.svd(wide, full_matrices=False).Vh
+        if not 1 <= num_vectors <= len(directions):
+            raise ValueError(
+                f"{vector_type} of layer {layer_index} has {len(directions)} singular vectors; got "
+                f"num_vectors={num_vectors}"
+            )
+        W_U: Tensor = self.model.W_U.to(directions.dtype)
+        return (W_U.mT @ directions[:num_vectors].to(W_U.device).mT)[:, None]
+
+    def _ov(self, layer: int, head: int | None) -> FactoredMatrix:
+        if head is None:
+            raise ValueError("OV is a head's: give head_index=0, or another head.")
+        attention = self.model.blocks[layer].attn
+        W_V, W_O = attention.W_V, attention.W_O
+        _check("head", head, len(W_O))
+        return FactoredMatrix(W_V[head * len(W_V) // len(W_O)], W_O[head])
+
+    def _read_by_neurons(self, layer: int) -> Tensor:
+        """[d_mlp, d_model]: what each neuron reads of the normed stream, before the norm's own weight."""
+        read: Tensor = self.model.blocks[layer].mlp.W_in.mT
+        tower = main_tower(self.model.anatomy)
+        norm = tower.blocks[layer].norms.get("ln2") if tower is not None else None
+        if norm is None or norm.reads_sum:  # a norm that stands in the stream is not the MLP's own
+            return read
+        try:
+            weight: Tensor = self.model.blocks[layer].ln2.w
+        except (AttributeError, Unsupported):  # folded away, or never there
+            return read
+        return read * _gain(norm, weight).to(read.device)
+
+
+def _gain(norm: Norm, weight: Tensor) -> Tensor:
+    """What a norm multiplies with: its weight, or 1 + weight (Gemma's), whichever it does to numbers."""
+    module: Any = norm.place.module
+    if norm.why_not:
+        return weight
+    given = torch.linspace(-1, 1, weight.numel()).square().to(weight) + 0.1
+    # The odd part has no bias; called by its type, so that no hook hears of it.
+    forward = type(module).forward
+    made = (forward(module, given[None]) - forward(module, -given[None]))[0] / 2
+    unit = given - given.mean() if norm.centred else given
+    unit = unit / (unit.square().mean() + norm.eps).sqrt()
+    candidates = (weight, 1 + weight)
+    errors = [float((unit * candidate - made).abs().max()) for candidate in candidates]
+    return candidates[errors.index(min(errors))]
+
+
+def _check(what: str, index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise IndexError(f"there is no {what} {index}: the model has {what}s 0 to {count - 1}.")

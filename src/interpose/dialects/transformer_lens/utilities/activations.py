@@ -1,0 +1,21 @@
+"""Activation functions that TransformerLens has by name."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def gelu_new(input: Tensor) -> Tensor:
+    """GELU with tanh in place of the error function, as GPT-2 has it."""
+    return functional.gelu(input, approximate="tanh")
+
+
+def gelu_fast(input: Tensor) -> Tensor:
+    """The same function as `gelu_new`; the two names are from two ways to write it."""
+    return functional.gelu(input, approximate="tanh")
+
+
+def solu(input: Tensor) -> Tensor:
+    """Softmax linear unit: ``x * softmax(x)`` over the last dimension."""
+    return input * input.softmax(-1)
