@@ -25,7 +25,7 @@ def test_the_demo_prints_its_findings_and_writes_one_page_that_loads_nothing(
     assert str(out) in printed
     assert "\x1b[" not in printed  # no colours where nobody can see them
     page = out.read_text()
-    assert "Which layers and positions carry the fact" in page
+    assert "Which layers and positions carry the answer" in page
     assert not re.search(r"<script|<link|src=[\"'](?!data:)|https?://", page)
 
 
@@ -73,8 +73,34 @@ def test_the_trace_is_that_of_raw_torch_hooks() -> None:
 def test_prompts_that_cannot_be_compared_are_refused(
     corrupt: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--corrupt", corrupt]) == 2
+    assert main(["demo", "--clean", demo.CLEAN, "--corrupt", corrupt]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_the_page_tells_to_run_runs_and_shows_the_finding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = ip.load("pocket", device="cpu")
+    exec(demo.investigate(model, demo.CLEAN, demo.CORRUPT).script(), {})
+    clean, corrupt, patched, ablated = (
+        float(line.split("(")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()
+    )
+    assert clean > 5 > -5 > corrupt
+    assert patched > corrupt + 5
+    assert ablated < clean - 0.5
+
+
+def test_mistakes_are_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--clean", "The capital of Japan is"]) == 2
+    assert "go together" in capsys.readouterr().err
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="did you mean 'pocket'"):
+        ip.load("poket")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        ip.load("./nowhere/pocket")
 
 
 def test_a_grid_keeps_columns_that_share_a_label_apart() -> None:

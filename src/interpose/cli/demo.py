@@ -54,8 +54,10 @@ class Story:
         for layer, pos in enumerate(strongest):
             if not stays or stays[-1][1] != pos:
                 stays.append((layer, pos))
-        told = ", ".join(f"at {self.tokens[pos]!r} from block {layer} on" for layer, pos in stays)
-        return f"What tells {self.answer!r} from {self.other!r} sits {told}."
+        told = [
+            f"from block {layer} at {self.tokens[pos]!r} (position {pos})" for layer, pos in stays
+        ]
+        return f"What tells {self.answer!r} from {self.other!r} sits {', then '.join(told)}."
 
     def ranked(self, most: int = 5) -> list[tuple[str, float]]:
         """The heads whose loss costs the answer most, as ``layer.head``."""
@@ -65,6 +67,20 @@ class Story:
             (f"{place // width}.{place % width}", float(self.heads.flatten()[place]))
             for place in order
         ]
+
+    def script(self) -> str:
+        """The strongest patch in the middle of the model and the head that costs most, as a program."""
+        layer = len(self.traced) // 2
+        head = self.ranked(1)[0][0].split(".")
+        return _SCRIPT.format(
+            clean=self.clean,
+            corrupt=self.corrupt,
+            layer=layer,
+            pos=int(self.traced[layer].argmax()),
+            head=head,
+            answer=self.answer,
+            other=self.other,
+        )
 
     def grids(self) -> tuple[Grid, Grid]:
         """The trace and the heads as heat maps."""
@@ -89,14 +105,16 @@ def investigate(model: TransformerModel, clean: str, corrupt: str) -> Story:
     if clean_tokens.shape != corrupt_tokens.shape:
         pieces = " and ".join(str(model.to_str_tokens(text)) for text in (clean, corrupt))
         raise ValueError(
-            f"the two prompts must have as many tokens, so that positions match: {pieces}."
+            f"the two prompts must have as many tokens, so that positions match; they have "
+            f"{clean_tokens.shape[1]} and {corrupt_tokens.shape[1]}: {pieces}."
         )
     clean_logits, cache = model.run_with_cache(clean_tokens, names_filter="resid_pre")
     corrupt_logits = model(corrupt_tokens)
     answer, other = (int(logits[0, -1].argmax()) for logits in (clean_logits, corrupt_logits))
     if answer == other:
         raise ValueError(
-            f"the model says {model.to_string([answer])!r} to both prompts: there is nothing to trace."
+            f"the model says {model.to_string([answer])!r} to both prompts: there is nothing to trace. Choose a "
+            "corrupt prompt with another answer."
         )
 
     def lead(logits: Tensor) -> float:
@@ -170,15 +188,21 @@ def as_page(story: Story) -> str:
     ranked = html_table(
         ("head", "loss of lead"),
         [
-            (name, bar(max(lost, 0) / max(story.lead, lost), f"{lost:+.2f}"))
+            (
+                name,
+                bar(
+                    max(lost, 0) / max(story.lead, *(cost for _, cost in story.ranked())),
+                    f"{lost:+.2f}",
+                ),
+            )
             for name, lost in story.ranked()
         ],
     )
     return page(
-        "interpose: where a small language model keeps a fact",
+        "interpose: where a small language model keeps its answer",
         f'<div style="display:flex;flex-wrap:wrap;gap:48px">{answers}</div>',
         _section(
-            "Which layers and positions carry the fact",
+            "Which layers and positions carry the answer",
             f"The model runs on <i>{escape(story.corrupt)}</i>. Before one block and at one position the residual "
             f"stream of the run on <i>{escape(story.clean)}</i> is put in its place. The cell says how much of the "
             f"lead of {escape(repr(story.answer))} over {escape(repr(story.other))} that brings back: 1 is all of it.",
@@ -195,7 +219,9 @@ def as_page(story: Story) -> str:
             ranked,
         ),
         _section(
-            "The same in your own code", "", f"<pre>{escape(_SCRIPT.format(story=story))}</pre>"
+            "The same in your own code",
+            "",
+            f'<pre style="overflow-x:auto">{escape(story.script())}</pre>',
         ),
     )
 
@@ -204,10 +230,13 @@ _SCRIPT = """\
 import interpose as ip
 
 model = ip.load("pocket")
-logits, cache = model.run_with_cache({story.clean!r}, names_filter="resid_pre")
-patch = ip.fill("resid_pre", cache["resid_pre", 2], layer=2, pos=2)
-patched = model.run_with_hooks({story.corrupt!r}, hooks=[patch])
-ablated = model.run_with_hooks({story.clean!r}, hooks=[ip.zero("z", layer=3, head=0)])
+clean, corrupt = {clean!r}, {corrupt!r}
+_, cache = model.run_with_cache(clean, names_filter="resid_pre")
+patch = ip.fill("resid_pre", cache["resid_pre", {layer}], layer={layer}, pos={pos})
+without = ip.zero("z", layer={head[0]}, head={head[1]})
+for prompt, hooks in ((clean, []), (corrupt, []), (corrupt, [patch]), (clean, [without])):
+    logits = model.run_with_hooks(prompt, hooks=hooks)[0, -1]
+    print(logits[model.to_single_token({answer!r})] - logits[model.to_single_token({other!r})])
 """
 
 
@@ -223,6 +252,10 @@ def demo(
     coloured: bool = False,
 ) -> Iterator[str]:
     """Investigate two prompts on the pocket model; yields what to print, and writes the page at the end."""
+    if not Path(out).resolve().parent.is_dir() or Path(out).is_dir():
+        raise ValueError(
+            f"the page cannot be written to {str(out)!r}: give a file in a folder that is there."
+        )
     model = load("pocket", device="cpu")
     yield repr(model).splitlines()[0]
     story = investigate(model, clean, corrupt)

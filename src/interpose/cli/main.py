@@ -67,7 +67,9 @@ def _demo(given: argparse.Namespace) -> int:
     from interpose.cli import demo
 
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    prompts = (given.clean or demo.CLEAN, given.corrupt or demo.CORRUPT)
+    if (given.clean is None) != (given.corrupt is None):
+        raise ValueError("--clean and --corrupt go together: two prompts of as many tokens.")
+    prompts = (demo.CLEAN, demo.CORRUPT) if given.clean is None else (given.clean, given.corrupt)
     for part in demo.demo(*prompts, out=given.out, coloured=coloured):
         _print(part)
     return 0
@@ -95,3 +97,7 @@ def _sites(given: argparse.Namespace) -> int:
 
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

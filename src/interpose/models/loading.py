@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def load(
     transformers = _transformers()
     if name_or_folder == "pocket":
         name_or_folder = str(POCKET)
+    elif "/" not in name_or_folder and _is_misspelt(name_or_folder):
+        raise FileNotFoundError(
+            f"no folder {name_or_folder!r}; did you mean 'pocket', the model in the package?"
+        )
+    elif name_or_folder.startswith((".", "/", "~")) and not Path(name_or_folder).is_dir():
+        raise FileNotFoundError(f"no folder {name_or_folder!r}.")
     config = options.pop("config", None)
     if config is None:
         known = {key: options[key] for key in _FOR_FILES if key in options}
@@ -102,6 +109,12 @@ _FOR_FILES = (
     "trust_remote_code",
     "subfolder",
 )
+
+
+def _is_misspelt(name: str) -> bool:
+    """Whether a name was meant to be the pocket model's: no folder, and nothing a hub would have by that name."""
+    near = difflib.get_close_matches(name.lower(), ["pocket"], cutoff=0.8)
+    return bool(near) and not Path(name).exists()
 
 
 def _transformers() -> Any:

@@ -37,8 +37,9 @@ class Grid:
             for name, row in zip(self.rows, self.values)
         )
         return (
-            f'<table style="border-collapse:collapse"><thead><tr><th style="{_HEAD}">{escape(self.corner)}'
-            f"</th>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f'<div style="overflow-x:auto"><table style="border-collapse:collapse"><thead><tr>'
+            f'<th style="{_HEAD}">{escape(self.corner)}'
+            f"</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
     def _cell(self, value: float) -> str:
@@ -49,7 +50,7 @@ class Grid:
     def text(self, *, coloured: bool) -> str:
         """Aligned columns for a terminal, with its 24-bit colours or plain."""
         first = max(map(len, (self.corner, *self.rows)))
-        widths = [max(len(name), 5) + 1 for name in self.columns]
+        widths = [max(len(name), 6) + 1 for name in self.columns]
         lines = [
             self.corner.rjust(first)
             + " "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import threading
 from functools import cache as once
 from typing import Any
 
@@ -16,6 +17,7 @@ from interpose.dialects.transformer_lens import (
     HookedEncoder,
     HookedEncoderDecoder,
     HookedTransformer,
+    HookedTransformerConfig,
     TransformerBridge,
 )
 from interpose.dialects.transformer_lens.generation import FrequencyPenalty, options_for
@@ -83,6 +85,24 @@ def test_a_key_value_cache_gives_what_the_whole_run_gives(model: HookedTransform
     first = model.module(tokens[:, :-1], use_cache=True)
     last = model(tokens[:, -1:], past_key_values=first.past_key_values)
     torch.testing.assert_close(last[:, -1], whole[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prepend_bos", [True, False])
+def test_tokens_padded_at_the_left_are_masked(model: HookedTransformer, prepend_bos: bool) -> None:
+    model.default_padding_side, model.default_prepend_bos = "left", prepend_bos
+    texts = ["The capital of France is", "The Eiffel Tower is in the city of"]
+    tokens = model.to_tokens(texts)
+    for row, text in zip(model(tokens), texts):
+        torch.testing.assert_close(row[-1], model(text)[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_second_argument_is_what_to_return(model: HookedTransformer) -> None:
+    tokens = model.to_tokens(PROMPT)
+    loss = model(tokens, "loss")
+    assert torch.equal(loss, model(tokens, return_type="loss"))
+    assert torch.equal(model.loss_fn(model(tokens), tokens), loss)
+    assert model.loss_fn(model(tokens), tokens, per_token=True).shape == (1, tokens.shape[1] - 1)
+    assert model.run_with_cache(tokens, "loss")[0].ndim == 0
 
 
 # Hooks.
@@ -160,6 +180,32 @@ def test_hooks_can_be_left_on_the_model(model: HookedTransformer) -> None:
     assert torch.equal(model(tokens), hooked)
 
 
+def test_blocks_of_other_threads_take_nothing_away(model: HookedTransformer) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda value, hook: None)]):
+            model(PROMPT)
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    assert model.context_level == 0
+    model.add_hook("blocks.1.hook_mlp_out", double)
+    leave.set()
+    thread.join()
+    assert set(model.list_hooks()) == {"blocks.1.hook_mlp_out"}
+
+
+def test_a_wrong_name_leaves_nothing_behind(model: HookedTransformer) -> None:
+    pairs = [("blocks.0.hook_mlp_out", double), ("blocks.0.hook_nothing", double)]
+    with pytest.raises(LookupError), model.hooks(fwd_hooks=pairs, reset_hooks_end=False):
+        raise AssertionError("the block must not be entered")
+    assert not model.list_hooks()
+
+
 def test_levels_remove_what_was_added_with_them(model: HookedTransformer) -> None:
     model.add_hook("blocks.0.hook_mlp_out", double, level=3)
     model.add_hook("blocks.1.hook_mlp_out", double, level=4)
@@ -187,6 +233,8 @@ def test_a_veto_stops_a_hook_before_it_is_added(model: HookedTransformer) -> Non
     careful.add_hook("blocks.0.hook_mlp_out", double)
     with pytest.raises(AssertionError, match="off limits"):
         careful.add_hook(lambda name: "pattern" in name, double)
+    with pytest.raises(AssertionError, match="off limits"):
+        careful.run_with_hooks(PROMPT, fwd_hooks=[("pattern", double)])
     assert set(careful.list_hooks()) == {"blocks.0.hook_mlp_out"}
     careful.reset_hooks()
 
@@ -359,6 +407,9 @@ def test_runs_stop_and_start_at_layers_and_save_the_work(model: HookedTransforme
     ran.clear()
     logits = model(stream, start_at_layer=4)
     assert ran == [4, 5, 6]
+    _, late = model.run_with_cache(stream, start_at_layer=4)
+    assert "blocks.4.hook_resid_pre" in late
+    assert "blocks.3.hook_resid_post" not in late
     torch.testing.assert_close(logits, model(tokens))
     for handle in handles:
         handle.remove()
@@ -409,6 +460,9 @@ def test_the_config_and_the_parts_have_the_known_names() -> None:
     assert (cfg.d_vocab, cfg.n_ctx, cfg.normalization_type) == (2808, 256, "LN")
     assert cfg.attention_dir == "causal"
     assert cfg.to_dict()["d_vocab"] == 2808
+    assert (cfg.dtype, str(cfg.device)) == (torch.float32, "cpu")
+    with pytest.raises(NotImplementedError, match="models from scratch"):
+        HookedTransformerConfig(n_layers=2, d_model=8)
     with pytest.raises(AttributeError, match="the config has no 'd_modell'"):
         cfg.d_modell  # noqa: B018
     assert model.blocks[3].attn.W_Q.shape == (6, 192, 32)
@@ -452,6 +506,18 @@ def test_the_bridges_names_resolve_and_its_filters_see_them() -> None:
         "The cat", names_filter=lambda name: name.endswith("attn.o.hook_in")
     )
     assert set(some.keys()) == {f"blocks.{layer}.attn.o.hook_in" for layer in range(7)}
+    for end in ("mlp.hook_out", "mlp.in.hook_out"):
+        _, some = bridge.run_with_cache(
+            "The cat", names_filter=lambda name, end=end: name.endswith(end)
+        )
+        assert set(some.keys()) == {f"blocks.{layer}.{end}" for layer in range(7)}
+    shown: list[str] = []
+    bridge.run_with_cache(
+        "The cat", names_filter=lambda name: shown.append(name) or name == "hook_embed"
+    )
+    assert not [
+        name for name in shown if "_post.hook" in name or ".gate." in name
+    ]  # it has no such parts
     bridge.add_hook("blocks.0.hook_out", hook_fn=double)
     assert not torch.equal(bridge("The capital of France is"), logits)
     bridge.reset_hooks()
@@ -490,6 +556,9 @@ def test_generation_takes_the_known_words(model: HookedTransformer) -> None:
     assert isinstance(model.generate("The", 3, return_type="tokens", stop_at_eos=False), Tensor)
     with pytest.raises(NotImplementedError, match=r"model\.record"):
         model.generate("The", return_cache=True)
+    assert model.generate(
+        "The capital of France is", 5, do_sample=False, stop_strings=["Paris"]
+    ).endswith("Paris")
     assert options_for({"temperature": 0.5})["temperature"] == 0.5
     scores = FrequencyPenalty(2.0)(torch.tensor([[1, 1, 3]]), torch.zeros(1, 4))
     assert scores.tolist() == [[0.0, -4.0, 0.0, -2.0]]

@@ -557,3 +557,11 @@ def test_the_pocket_model_keeps_a_landmark_at_its_name_until_block_five() -> Non
     assert back[6].argmax() == clean.shape[1] - 1
     assert back[6, -1] > 0.8
     assert back[0, -1] == 0
+
+
+def test_prompts_of_different_lengths_are_refused() -> None:
+    model = ip.load("pocket", device="cpu")
+    _, cache = model.run_with_cache("The capital of France is", prepend_bos=True)
+    corrupt = model.to_tokens("The capital of Germany is", prepend_bos=False)
+    with pytest.raises(ValueError, match="must have as many tokens"):
+        patching.get_act_patch_resid_pre(model, corrupt, cache, lambda logits: logits[0, -1, 0])

@@ -2,8 +2,9 @@
 
 The stream is a sum: embeddings, and what every attention and MLP adds. Each method here shows that sum in some
 grain (`decompose_resid` by layer, `stack_head_results` by head, `stack_neuron_results` by neuron), so that parts can be
-read through the unembedding (`logit_attrs`). The parts add up on any model: with LayerNorm or RMSNorm, weights folded
-or not, grouped queries, norms after the branches (gemma2), multiplied branches (granite).
+read through the unembedding (`logit_attrs`). The parts add up: with LayerNorm or RMSNorm, weights folded or not,
+grouped queries, norms after the branches (gemma2), multiplied branches (granite). A model that norms the stream itself
+(BERT) is refused.
 
 Positions: ``pos_slice`` is anything `Slice` takes; an int drops the axis.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from interpose.dialects.transformer_lens import decomposition
 from interpose.dialects.transformer_lens.kept_values import KeptValues
 from interpose.dialects.transformer_lens.logit_lens import LogitLensResult, logit_lens
+from interpose.errors import Unsupported
 
 Labelled = Tensor | tuple[Tensor, list[str]]
 """A stack of components, or the stack and a label for each."""
@@ -49,12 +51,13 @@ class ActivationCache(KeptValues):
         Args:
             layer: the last block whose input is shown; None or -1 goes on to the final stream.
             incl_mid: also the stream between attention and MLP.
-            apply_ln: as the final norm (or that of ``layer``) would show it: divided by the scale of the run.
+            apply_ln: as the norm of ``layer`` passes it on. For the final stream that is the logit lens: each entry
+                is normed as if it were the last, by a scale of its own and with the norm's summand.
             pos_slice: which positions.
             mlp_input: end with the stream between attention and MLP of ``layer``.
             return_labels: also a label for each, such as ``3_pre``, ``3_mid``, ``final_post``.
         """
-        last = self._layer(layer)
+        last = self._layer(layer, mlp_input)
         names: list[tuple[str, int, str]] = []
         for number in range(last):
             names.append(("resid_pre", number, f"{number}_pre"))
@@ -69,6 +72,10 @@ class ActivationCache(KeptValues):
         parts = [
             (self._sliced(self[kind, number], pos_slice), label) for kind, number, label in names
         ]
+        if apply_ln and last == self._layers:
+            norm = self.apply_ln_to_stack
+            parts = [(norm(part, recompute_ln=True), label) for part, label in parts]
+            apply_ln = False
         return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels)
 
     def decompose_resid(
@@ -87,14 +94,15 @@ class ActivationCache(KeptValues):
             layer: whose input is taken apart; None or -1 for the final stream.
             mlp_input: the stream between attention and MLP of ``layer`` instead.
             mode: ``all``, ``attn`` or ``mlp``.
-            apply_ln: as in `accumulated_resid`.
+            apply_ln: as the norm that reads this stream passes each part on; see `apply_ln_to_stack`.
             pos_slice: which positions.
             incl_embeds: begin with the embeddings.
             return_labels: also labels, such as ``embed``, ``3_attn_out``.
         """
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"mode is 'all', 'attn' or 'mlp'; got {mode!r}")
-        last = self._layer(layer)
+        self.branches.must_add_up()
+        last = self._layer(layer, mlp_input)
         parts = decomposition.embeds(self, pos_slice) if incl_embeds else []
         for number in range(last + mlp_input):
             for kind in ("attn", "mlp"):
@@ -134,7 +142,7 @@ class ActivationCache(KeptValues):
             return_labels: also labels: ``L5H2``.
             incl_remainder: also everything of the stream that no head wrote, as ``remainder``.
             pos_slice: which positions.
-            apply_ln: as in `accumulated_resid`.
+            apply_ln: as the norm that reads this stream passes each part on; see `apply_ln_to_stack`.
         """
         last = self._layer(layer)
         parts = decomposition.heads(self, last, pos_slice)
@@ -181,7 +189,7 @@ class ActivationCache(KeptValues):
             neuron_slice: which neurons of each layer.
             return_labels: also labels: ``L5N17``.
             incl_remainder: also everything else of the stream, as ``remainder``.
-            apply_ln: as in `accumulated_resid`.
+            apply_ln: as the norm that reads this stream passes each part on; see `apply_ln_to_stack`.
             project_output_onto: as in `get_neuron_results`.
             mlp_input: what is taken apart is the stream between attention and MLP of ``layer``.
         """
@@ -189,12 +197,13 @@ class ActivationCache(KeptValues):
             raise ValueError(
                 "a norm needs whole vectors: apply_ln or project_output_onto, not both."
             )
-        last = self._layer(layer)
+        last = self._layer(layer, mlp_input)
         parts = decomposition.neurons(self, last, neuron_slice, pos_slice, project_output_onto)
         if incl_remainder:
             rest = self._rest(parts, last, mlp_input, pos_slice, project_output_onto)
             parts.append((rest, "remainder"))
-        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels)
+        onto = project_output_onto
+        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels, onto)
 
     def get_full_resid_decomposition(
         self,
@@ -212,12 +221,12 @@ class ActivationCache(KeptValues):
             layer: whose input is taken apart; None or -1 for the final stream.
             mlp_input: the stream between attention and MLP of ``layer`` instead.
             expand_neurons: neurons one by one, rather than each MLP whole.
-            apply_ln: as in `accumulated_resid`.
+            apply_ln: as the norm that reads this stream passes each part on; see `apply_ln_to_stack`.
             pos_slice: which positions.
             return_labels: also labels.
             project_output_onto: as in `get_neuron_results`.
         """
-        last, onto = self._layer(layer), project_output_onto
+        last, onto = self._layer(layer, mlp_input), project_output_onto
         if apply_ln and onto is not None:
             raise ValueError(
                 "a norm needs whole vectors: apply_ln or project_output_onto, not both."
@@ -255,10 +264,11 @@ class ActivationCache(KeptValues):
 
         Args:
             residual_stack: [component, ..., d_model].
-            layer: whose norm: that before its attention; None or -1 for the final one.
+            layer: whose norm: that before its attention; None or -1 for the final one. Where a block has none
+                (olmo2), the stream is read as it is.
             mlp_input: the norm before its MLP.
             pos_slice: the positions that the stack has.
-            batch_slice: the texts that the stack has.
+            batch_slice: which texts; they are taken from the stack too, if it has a batch axis.
             has_batch_dim: whether the stack has a batch axis.
             recompute_ln: give each part a scale of its own, as if it were the whole stream; the summand is in.
         """
@@ -283,7 +293,7 @@ class ActivationCache(KeptValues):
             tokens: a token as a string or a number, one for each text, or one for each position.
             incorrect_tokens: tokens to compare with, in the same form.
             pos_slice: the positions that the stack has.
-            batch_slice: the texts that the stack has.
+            batch_slice: which texts; they are taken from the stack too, if it has a batch axis.
             has_batch_dim: whether the stack has a batch axis.
         """
         directions = decomposition.directions(self.model, tokens)
@@ -298,7 +308,10 @@ class ActivationCache(KeptValues):
         scaled = self.apply_ln_to_stack(
             residual_stack, -1, False, pos_slice, batch_slice, has_batch_dim
         )
-        return (scaled * directions.to(scaled.device)).sum(-1)
+        if directions.ndim == 2 and scaled.ndim == 4:  # one for each text, at all its positions
+            directions = directions.unsqueeze(-2)
+        times = self.branches.logit_multiplier
+        return (scaled * directions.to(scaled.device, scaled.dtype)).sum(-1) * times
 
     def logit_lens(self, **kwargs: Any) -> LogitLensResult:
         """What the model would say if it stopped at each layer; see `logit_lens.logit_lens` for the arguments."""
@@ -310,12 +323,18 @@ class ActivationCache(KeptValues):
     def _layers(self) -> int:
         return self.model.tree.blocks()
 
-    def _layer(self, layer: int | None) -> int:
-        if layer is None or layer == -1:
-            return self._layers
-        if not 0 <= layer <= self._layers:
-            raise ValueError(f"layer is from 0 to {self._layers}, or -1 for all; got {layer}.")
-        return layer
+    def _layer(self, layer: int | None, mlp_input: bool = False) -> int:
+        """How many layers come before what is asked for."""
+        last = self._layers if layer is None or layer == -1 else layer
+        if not 0 <= last <= self._layers - mlp_input:
+            most = self._layers - mlp_input
+            end = "" if mlp_input else ", or -1 for all"
+            raise ValueError(f"layer is from 0 to {most}{end}; got {layer}.")
+        if mlp_input and f"blocks.{last}.hook_resid_mid" not in self.model.tree.table.sites:
+            raise Unsupported(
+                f"in blocks.{last} attention and MLP read the same stream: there is none between them for mlp_input."
+            )
+        return last
 
     def _sliced(self, value: Tensor, pos_slice: Any, dim: int = -2) -> Tensor:
         return (
@@ -347,11 +366,13 @@ class ActivationCache(KeptValues):
         apply_ln: bool,
         pos_slice: Any,
         return_labels: bool,
+        onto: Tensor | None = None,
     ) -> Labelled:
         if parts:
             stack = torch.stack([value for value, _ in parts])
         else:
             like = self._sliced(self["resid_pre", 0], pos_slice)
+            like = like if onto is None else like @ onto
             stack = like.new_zeros((0, *like.shape))
         if apply_ln:
             stack = self.apply_ln_to_stack(

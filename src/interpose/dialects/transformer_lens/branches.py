@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
 
 
+_NORMED = "ln_final.hook_normalized"
 _NEEDED = (
+    _NORMED,
     "hook_attn_out",
     "attn.hook_z",
     "hook_mlp_out",
@@ -50,17 +52,16 @@ class Branch:
     factor: Tensor
 
     def through(self, part: Tensor, scale: Tensor | None) -> Tensor:
-        """What a part of the output adds to the stream, summands of the norm left out.
+        """What a part of the output adds to the stream, in its own dtype, summands of the norm left out.
 
         Args:
             part: [..., d_model].
             scale: the norm's in this run, [..., 1], if there is a norm.
         """
-        if self.centred:
-            part = part - part.mean(-1, keepdim=True)
+        made = part - part.mean(-1, keepdim=True) if self.centred else part
         if scale is not None:
-            part = part / scale
-        return part * self.factor.to(part.device, part.dtype)
+            made = made / scale
+        return (made * self.factor.to(part.device)).to(part.dtype)
 
 
 @dataclass(slots=True)
@@ -70,6 +71,7 @@ class Branches:
     model: TransformerModel
     _times: dict[tuple[int, str], float] = field(default_factory=dict)
     _embeds: bool | None = None
+    _logit_times: float = 1.0
 
     @staticmethod
     def of_model(model: TransformerModel) -> Branches:
@@ -91,16 +93,44 @@ class Branches:
             self._look()
         return bool(self._embeds)
 
+    @property
+    def logit_multiplier(self) -> float:
+        """What the unembedding's output is multiplied with (granite, cohere); 1 where there is a softcap."""
+        if self._embeds is None:
+            self._look()
+        return self._logit_times
+
+    def must_add_up(self) -> None:
+        """Refuse a model whose stream is not a sum."""
+        if not self.model.tree.blocks():
+            raise Unsupported(
+                f"{self.model.tree.label} has no one stack of blocks whose stream could be taken apart."
+            )
+        tower = next(tower for tower in self.model.anatomy.towers if tower.prefix == "")
+        for block in tower.blocks:
+            if any(not whole.startswith("hook_") for _, _, whole in block.sums):
+                raise Unsupported(
+                    f"{self.model.tree.label} norms the stream itself in every block, so that what was added before "
+                    "is no longer a part of it. accumulated_resid shows the stream layer by layer."
+                )
+
     def _look(self) -> None:
+        self.must_add_up()
         model = self.model
         sites = model.tree.table.sites
         wanted = [name for name in sites if name.endswith(_NEEDED)]
         tokens = torch.arange(1, 9, device=model.device)[None] % int(model.W_E.shape[0])
         with trial(model):
-            _, seen = model.run_with_cache(tokens, names_filter=wanted, prepend_bos=False)
+            logits, seen = model.run_with_cache(tokens, names_filter=wanted, prepend_bos=False)
+            unembedded = (
+                model.unembed.module(seen["ln_final.hook_normalized"]) if _NORMED in seen else None
+            )
         embeds = [seen[name] for name in ("hook_embed", "hook_pos_embed") if name in seen]
         first = seen["blocks.0.hook_resid_pre"]
-        self._embeds = bool(embeds) and torch.allclose(sum(embeds, 0 * first), first, atol=1e-5)
+        self._embeds = bool(embeds) and _alike(sum(embeds, 0 * first), first)
+        if unembedded is not None:
+            times = _ratio(logits, unembedded)
+            self._logit_times = times if _alike(unembedded * times, logits) else 1.0
         for layer in range(model.tree.blocks()):
             for kind in ("attn", "mlp"):
                 self._times[layer, kind] = self._multiplier(layer, kind, seen)
@@ -125,19 +155,34 @@ class Branches:
         inside = f"{at}.attn.hook_z" if kind == "attn" else f"{at}.mlp.hook_post"
         if added not in seen or inside not in seen:
             return 1.0
+        values = seen[inside].float()
         if kind == "attn":
-            made = torch.einsum("bphd,hdm->bpm", seen[inside], block.attn.W_O) + block.attn.b_O
+            made = torch.einsum("bphd,hdm->bpm", values, block.attn.W_O.float()) + block.attn.b_O
         else:
-            made = seen[inside] @ block.mlp.W_out + block.mlp.b_out
+            made = values @ block.mlp.W_out.float() + block.mlp.b_out
         branch, summand = self._normed(layer, kind)
         made = (
             branch.through(made, seen[f"{branch.norm}.hook_scale"] if branch.norm else None)
             + summand
         )
-        times = float((seen[added] * made).sum() / made.square().sum())
-        if not torch.allclose(made * times, seen[added], rtol=1e-3, atol=1e-4):
+        times = _ratio(seen[added], made)
+        if not _alike(made * times, seen[added]):
             raise Unsupported(
                 f"{added!r} of {self.model.tree.label} is not its output projection, normed or multiplied by a "
                 "number: what single heads or neurons add to the stream cannot be told."
             )
-        return 1.0 if abs(times - 1) < 1e-4 else times
+        return times
+
+
+def _ratio(whole: Tensor, part: Tensor) -> float:
+    """The number that makes one value of another, exactly 1 if it is about that."""
+    whole, part = whole.float(), part.float()
+    found = float((whole * part).sum() / part.square().sum())
+    return 1.0 if abs(found - 1) < 5e-3 else found
+
+
+def _alike(made: Tensor, seen: Tensor) -> bool:
+    """Whether two values are the same up to the rounding of the second's dtype."""
+    room = max(1e-3, 16 * torch.finfo(seen.dtype).eps)
+    size = float(seen.float().abs().max())
+    return torch.allclose(made.float(), seen.float(), rtol=room, atol=room * size)

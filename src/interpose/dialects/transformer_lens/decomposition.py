@@ -59,6 +59,7 @@ def neuron_results(
     cache: ActivationCache, layer: int, neuron_slice: Any, pos_slice: Any, onto: Tensor | None
 ) -> Tensor:
     """What each neuron adds to the stream, [..., neuron, d_model], or its product with ``onto``."""
+    layer %= cache._layers
     branch = cache.branches.of(layer, "mlp")
     active = cache._sliced(cache["post", layer], pos_slice)
     weight = cache.model.blocks[layer].mlp.W_out
@@ -69,7 +70,7 @@ def neuron_results(
             active, weight = active.unsqueeze(-1), weight.unsqueeze(0)
     scale = _scale(cache, branch, pos_slice)
     if scale is not None:
-        active = active / scale
+        active = (active / scale).to(active.dtype)
     written = branch.through(weight, None)
     if onto is None:
         return active.unsqueeze(-1) * written
@@ -111,6 +112,8 @@ def through_norm(
 ) -> Tensor:
     """Parts of the stream as the norm before a layer (or the final one) passes them on; see `apply_ln_to_stack`."""
     layer, mlp_input = at
+    if has_batch_dim and batch_slice is not None:
+        stack = as_slice(batch_slice).apply(stack, dim=1)
     name = "ln_final" if layer == cache._layers else f"blocks.{layer}.ln{2 if mlp_input else 1}"
     norm = norm_at(cache.model, name)
     if norm is None:
@@ -119,12 +122,11 @@ def through_norm(
         made: Tensor = norm.place.module.forward(stack)
         return made
     scale = cache._sliced(cache[f"{name}.hook_scale"], pos_slice)
-    if has_batch_dim and cache.has_batch_dim and batch_slice is not None:
+    if cache.has_batch_dim and batch_slice is not None:
         scale = as_slice(batch_slice).apply(scale, dim=0)
     factor, _ = affine(norm, stack.shape[-1])
-    if norm.centred:
-        stack = stack - stack.mean(-1, keepdim=True)
-    return stack / scale * factor.to(stack.device, stack.dtype)
+    made = stack - stack.mean(-1, keepdim=True) if norm.centred else stack
+    return (made / scale * factor.to(stack.device)).to(stack.dtype)
 
 
 def directions(model: TransformerModel, tokens: Any) -> Tensor:
@@ -132,4 +134,4 @@ def directions(model: TransformerModel, tokens: Any) -> Tensor:
     if isinstance(tokens, str):
         tokens = model.to_single_token(tokens)
     chosen = torch.as_tensor(tokens, device=model.device)
-    return torch.as_tensor(model.W_U).T[chosen]
+    return torch.as_tensor(model.W_U).T[chosen.reshape(()) if chosen.numel() == 1 else chosen]

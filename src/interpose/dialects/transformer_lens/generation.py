@@ -10,6 +10,8 @@ from torch import Tensor
 _SAME = ("do_sample", "top_k", "top_p", "repetition_penalty", "stop_strings", "stopping_criteria")
 _LEFT_OUT = {
     "return_cache": "run_with_cache on the finished text does the same; model.record keeps the steps themselves",
+    "return_input_tokens": "to_tokens gives them",
+    "names_filter": "it goes with return_cache",
     "output_logits": "give return_dict_in_generate=True, output_logits=True, as transformers has it",
 }
 
@@ -20,7 +22,10 @@ def options_for(given: dict[str, Any]) -> dict[str, Any]:
     for name, instead in _LEFT_OUT.items():
         if given.pop(name, False):
             raise NotImplementedError(f"generate has no {name}: {instead}.")
-    given.pop("verbose", None)
+    for name in ("verbose", "device"):  # the model is where it is
+        given.pop(name, None)
+    if given.get("return_type") == "tensor":
+        given["return_type"] = "tokens"
     made: dict[str, Any] = {"do_sample": True, "use_cache": given.pop("use_past_kv_cache", True)}
     made |= {name: given.pop(name) for name in _SAME if given.get(name) is not None}
     for name in _SAME:

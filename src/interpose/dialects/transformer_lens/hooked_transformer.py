@@ -125,6 +125,12 @@ class HookedTransformer(LensHooks, LensText, LensWeights):
             self._lens_cfg = found
         return found
 
+    def __call__(self, input: Any = None, *second: Any, **kwargs: Any) -> Any:
+        """Run the model; a second argument is the ``return_type``."""
+        if second:
+            (kwargs["return_type"],) = second
+        return super().__call__(input, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the model."""
         return self(*args, **kwargs)
@@ -190,12 +196,21 @@ class TransformerBridge(HookedTransformer):
             return wanted
         found = []
         for name in self.tree.table.sites:
-            other = names.bridge_name(name)
-            if wanted(name):
-                found.append(name)
-            elif other is not None and wanted(other):
-                found.append(other)
+            others = [other for other in names.bridge_names(name) if self._has_part(other)]
+            found += (
+                [next(n for n in (name, *others) if wanted(n))]
+                if any(map(wanted, (name, *others)))
+                else []
+            )
         return found or wanted
+
+    def _has_part(self, bridge_name: str) -> bool:
+        """Whether this model has the part that one of the bridge's names is of: a norm after a branch, a gate."""
+        part = bridge_name.rpartition(".")[0]
+        if part.endswith("_post"):
+            return f"{part}.hook_normalized" in self.tree.table.sites
+        gated = f"{part.rpartition('.')[0]}.hook_pre_linear" in self.tree.table.sites
+        return gated if part.endswith("mlp.gate") else True
 
     def get_hook_point(self, name: str) -> Any:
         """The hook point of a name."""

@@ -26,7 +26,8 @@ class KeptValues(Mapping[str, Tensor]):
         if isinstance(cache_dict, Cache):
             self._cache = cache_dict
         else:
-            self._cache = Cache(cache_dict, spelling=model.tree.spelling)
+            self._cache = Cache({}, spelling=model.tree.spelling)
+            self._cache._values = cache_dict if isinstance(cache_dict, dict) else dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
         self.branches = Branches.of_model(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,22 @@ HookPair = tuple[Any, Callable[..., Any]]
 class LensHooks(TransformerModel):
     """The part of a `HookedTransformer` that deals in hooks."""
 
-    context_level = 0
     is_caching = False
     _lens_cfg: HookedTransformerConfig
+
+    @property
+    def context_level(self) -> int:
+        """How many ``with model.hooks(...)`` blocks are around this line, in this thread."""
+        return len(self._blocks)
+
+    @property
+    def _blocks(self) -> list[list[Handle]]:
+        """For each block around this line, what `add_hook` added in it."""
+        here = vars(self).setdefault("_here", threading.local())
+        if not hasattr(here, "blocks"):
+            here.blocks = []
+        found: list[list[Handle]] = here.blocks
+        return found
 
     # Hooks that stay.
 
@@ -53,13 +67,30 @@ class LensHooks(TransformerModel):
         function = hook if hook is not None else hook_fn
         if function is None:
             raise TypeError("add_hook takes a function: model.add_hook(name, fn).")
+        self._ask(name, function, dir, is_permanent, prepend)
+        ends_here = level is None and not is_permanent
+        level = self.context_level if level is None else level
+        handle = super().add_hook(
+            self._filter(name), _bare(function, dir), dir, is_permanent, level, prepend
+        )
+        if ends_here and self._blocks:
+            self._blocks[-1].append(handle)
+        return handle
+
+    def _ask(
+        self,
+        name: Any,
+        function: Callable[..., Any],
+        dir: str,
+        is_permanent: bool = False,
+        prepend: bool = False,
+    ) -> None:
+        """Let `check_hooks_to_add` see every hook point that a filter means, if somebody has overridden it."""
+        if type(self).check_hooks_to_add is LensHooks.check_hooks_to_add:
+            return
         for site, _ in self.tree.select(self._filter(name)):
             point = self.hook_dict[site.name]
             self.check_hooks_to_add(point, site.name, function, dir, is_permanent, prepend)
-        level = self.context_level if level is None else level
-        return super().add_hook(
-            self._filter(name), _bare(function, dir), dir, is_permanent, level, prepend
-        )
 
     def check_hooks_to_add(
         self,
@@ -136,19 +167,23 @@ class LensHooks(TransformerModel):
             hooks: edits and other hooks of interpose.
         """
         forward, backward = self._pairs(fwd_hooks, "fwd"), self._pairs(bwd_hooks, "bwd")
-        self.context_level += 1
-        level = self.context_level
+        added: list[Handle] = []
+        self._blocks.append(added)
         try:
             if reset_hooks_end:
                 with super().hooks(hooks, fwd_hooks=forward, bwd_hooks=backward):
                     yield self
             else:
                 self._stay(forward, backward)
+                added.clear()
                 yield self
         finally:
+            self._blocks.pop()
             if reset_hooks_end:
-                self.reset_hooks(clear_contexts, including_permanent=False, level=level)
-            self.context_level -= 1
+                for handle in added:
+                    handle.remove()
+            if clear_contexts:
+                self.clear_contexts()
 
     def run_with_hooks(
         self,
@@ -279,20 +314,24 @@ class LensHooks(TransformerModel):
 
     # Shared steps.
 
-    def _everything(self) -> list[str]:
+    def _everything(self) -> Callable[[str], bool]:
         """What None means: every primary site, and those that a flag asks for."""
-        ends = self.cfg.flagged
-        sites = self.tree.table.sites.items()
-        return [name for name, site in sites if site.primary or (ends and name.endswith(ends))]
+        ends, sites = self.cfg.flagged, self.tree.table.sites
+        return lambda name: sites[name].primary or name.endswith(ends or ("\0",))
 
     def _filter(self, wanted: Any) -> Any:
         """A filter of a user's, in a form that names resolve from."""
         return wanted
 
     def _pairs(self, pairs: Iterable[HookPair], dir: str) -> list[HookPair]:
-        return [(self._filter(name), _bare(function, dir)) for name, function in pairs]
+        listed = list(pairs)
+        for name, function in listed:
+            self._ask(name, function, dir)
+        return [(self._filter(name), _bare(function, dir)) for name, function in listed]
 
     def _stay(self, forward: Sequence[HookPair], backward: Sequence[HookPair]) -> None:
+        for name, _ in (*forward, *backward):
+            self.tree.select(name)  # a wrong name ends here, before anything is on the model
         for dir, pairs in (("fwd", forward), ("bwd", backward)):
             for name, function in pairs:
                 self.add_hook(name, function, dir)

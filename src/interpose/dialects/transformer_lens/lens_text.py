@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.generation import options_for
+from interpose.models.running.forward import next_token_loss
 from interpose.models.running.text import is_text
 from interpose.models.transformer import TransformerModel
 
@@ -39,6 +40,33 @@ class LensText(TransformerModel):
 
     def _as_batch(self, rows: Any, padding_side: str | None) -> tuple[Tensor, Tensor | None]:
         return super()._as_batch(rows, padding_side or self.default_padding_side)
+
+    def mask_of(self, tokens: Tensor) -> Tensor | None:
+        """Which tokens are text. With padding at the left, tokens for padding at the left end are none.
+
+        Where one token is for padding and for beginnings, the last of them begins the text.
+        """
+        found = super().mask_of(tokens)
+        tokenizer = self._tokenizer_or_none()
+        side = self.default_padding_side or getattr(tokenizer, "padding_side", "right")
+        pad = getattr(tokenizer, "pad_token_id", None)
+        if found is not None or side != "left" or pad is None or tokens.ndim != 2:
+            return found
+        leading = (tokens == pad).long().cumprod(-1).sum(-1, keepdim=True)
+        if pad == self._bos() and self.default_prepend_bos:
+            leading = (leading - 1).clamp(min=0)
+        mask = torch.arange(tokens.shape[1], device=tokens.device) >= leading
+        return None if bool(mask.all()) else mask.long()
+
+    def loss_fn(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """The cross-entropy of next tokens, their mean or each by itself [batch, pos - 1]."""
+        return next_token_loss(logits, tokens, attention_mask, per_token)
 
     def to_tokens(
         self,
@@ -76,7 +104,10 @@ class LensText(TransformerModel):
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
                 ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
         """
-        return super().generate(input, max_new_tokens=max_new_tokens, **options_for(options))
+        options = options_for(options)
+        if "stop_strings" in options:
+            options.setdefault("tokenizer", self._tokenizer())
+        return super().generate(input, max_new_tokens=max_new_tokens, **options)
 
     def hf_generate(self, input: Any, **options: Any) -> Any:
         """Generate with the options and defaults of transformers."""

@@ -73,15 +73,16 @@ def logit_lens(
     stack, labels = cache.accumulated_resid(
         incl_mid=incl_mid, pos_slice=positions, return_labels=True
     )
-    if layers is not None:
-        stack, labels = stack[list(layers)], [labels[layer] for layer in layers]
     if lens is not None:
         stack = torch.stack([lens(entry, number) for number, entry in enumerate(stack)])
+    if layers is not None:
+        stack, labels = stack[list(layers)], [labels[layer] for layer in layers]
     model = cache.model
     if apply_ln:
         stack = cache.apply_ln_to_stack(stack, recompute_ln=True)
     logits = model.unembed.module.forward(stack)
-    first = logits.flatten(1, -2)[:, -1] if logits.ndim > 2 else logits
+    first = logits[:, 0] if cache.has_batch_dim else logits
+    first = first[:, -1] if first.ndim > 2 else first
     top = [
         [str(model.to_string([token])) for token in row.topk(top_k).indices.tolist()]
         for row in first

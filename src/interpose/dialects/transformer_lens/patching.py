@@ -25,6 +25,7 @@ from interpose.dialects.transformer_lens.patching_result import (
     Metrics,
     PatchingResult,
     kept,
+    must_fit,
     pandas,
     require_eval,
     run_cells,
@@ -129,7 +130,12 @@ def generic_activation_patch(
     def hook_of(cell: Cell) -> tuple[str, Hook]:
         name = of_kind(activation_name, cell[0])
         clean = kept(clean_cache, name, which="clean_cache")
-        return name, lambda value, hook: patch_setter(value, cell, clean)  # noqa: ARG005
+
+        def patch(value: Tensor, hook: Any) -> Any:  # noqa: ARG001
+            must_fit(name, clean, value)
+            return patch_setter(value, cell, clean)
+
+        return name, patch
 
     unpatched = metrics(model(tokens, return_type="logits")) if baseline else None
     found = torch.stack(run_cells(model, tokens, cells, hook_of, metrics), 1)

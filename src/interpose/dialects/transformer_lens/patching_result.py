@@ -321,3 +321,12 @@ def _quantile(values: Tensor, share: float) -> Tensor:
     low = int(place)
     high = min(low + 1, ordered.shape[-1] - 1)
     return torch.lerp(ordered[..., low], ordered[..., high], place - low)
+
+
+def must_fit(name: str, clean: Tensor, value: Tensor) -> None:
+    """Refuse to patch a value of a run of another length, which would put it at wrong positions."""
+    if clean.ndim == value.ndim and clean.shape[1:] != value.shape[1:]:
+        raise ValueError(
+            f"{name!r} is {tuple(clean.shape)} in clean_cache and {tuple(value.shape)} in the corrupted run: "
+            "the two prompts must have as many tokens (give both the same prepend_bos)."
+        )

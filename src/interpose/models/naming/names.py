@@ -118,17 +118,15 @@ def canonical(name: str) -> str:
     return f"{match['tower']}blocks.{match['layer']}.{rest}"
 
 
-def bridge_name(name: str) -> str | None:
-    """What TransformerLens's bridge calls a canonical name; None where it has no other name for it."""
+def bridge_names(name: str) -> list[str]:
+    """What TransformerLens's bridge calls a canonical name, on one kind of block or another."""
     match = _IN_BLOCK.fullmatch(name)
     if match is None:
-        return next(
-            (other for other, known in _WHOLE.items() if known == name and "." in other), None
-        )
-    for other, known in _BLOCK.items():
-        if known == match["rest"]:
-            return f"{match['tower']}blocks.{match['layer']}.{other}"
-    return None
+        return [other for other, known in _WHOLE.items() if known == name and "." in other]
+    found = [other for other, known in _BLOCK.items() if known == match["rest"]]
+    if match["rest"] == "mlp.hook_pre":
+        found.append("mlp.in.hook_out")  # of an MLP without a gate
+    return [f"{match['tower']}blocks.{match['layer']}.{other}" for other in found]
 
 
 def of_kind(kind: str, layer: int | str | None = None, part: str | None = None) -> str:
