@@ -682,3 +682,20 @@ def test_copies_of_a_hooked_module_are_bare(
         # A copy can be looked into as any module can.
         again = tiny.outputs(ip.wrap(twin).run_with_hooks(**given(model_type), fwd_hooks=hooks))
     assert torch.equal(again, hooked)
+
+
+def test_values_that_do_not_fit_name_the_edit_and_the_site() -> None:
+    model = ip.load("pocket", device="cpu")
+    for edit in (
+        ip.add("resid_pre", torch.ones(100), layer=2),
+        ip.scale("resid_pre", torch.ones(3, 100), layer=2),
+    ):
+        with pytest.raises(
+            ip.EditShapeError,
+            match=r"what it selects of 'blocks\.2\.hook_resid_pre' is \(1, 5, 192\)",
+        ):
+            model.run_with_hooks("The capital of France is", hooks=[edit])
+    with pytest.raises(TypeError, match="layer is one number"):
+        ip.zero("z", layer=[4, 5])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="get_token_position"):
+        ip.zero("z", layer=4, pos=" Paris")

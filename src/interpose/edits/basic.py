@@ -41,7 +41,13 @@ class Edit(Controller):
     def __post_init__(self) -> None:
         if self.phase not in (None, "prompt", "generated"):
             raise ValueError(f"{self!r}: phase is 'prompt' or 'generated'.")
+        if isinstance(self.pos, str):
+            raise TypeError(
+                f"{self!r}: pos is a number; model.get_token_position({self.pos!r}, text) finds it."
+            )
         if self.layer is not None:
+            if not isinstance(self.layer, int):
+                raise TypeError(f"{self!r}: layer is one number; give one edit for each layer.")
             if not isinstance(self.sites, str):
                 raise TypeError(f"{self!r}: a layer goes with a kind of site, such as 'z'.")
             vars(self)["sites"] = (self.sites, self.layer)
@@ -90,14 +96,18 @@ class Edit(Controller):
             raise ValueError(
                 f"{self!r} selects nothing of {hook.name!r}, which is {tuple(value.shape)}."
             )
+        self._must_fit(getattr(self, "value", getattr(self, "by", None)), part, hook)
         new = self.new(part, hook)
-        if isinstance(new, Tensor) and not _fits(new.shape, part.shape):
-            raise EditShapeError(
-                f"{self!r} has a value of shape {tuple(new.shape)}; what it selects of "
-                f"{hook.name!r} is {tuple(part.shape)}."
-            )
+        self._must_fit(new, part, hook)
         value[self.at] = new
         return value
+
+    def _must_fit(self, given: Any, part: Tensor, hook: HookPoint) -> None:
+        if isinstance(given, Tensor) and not _fits(given.shape, part.shape):
+            raise EditShapeError(
+                f"{self!r} has a value of shape {tuple(given.shape)}; what it selects of "
+                f"{hook.name!r} is {tuple(part.shape)}."
+            )
 
 
 def _fits(shape: torch.Size, place: torch.Size) -> bool:
