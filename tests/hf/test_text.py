@@ -129,10 +129,23 @@ def test_long_texts_are_cut_to_the_context(llama: Any) -> None:
     model = having(llama)
     text = " ".join(TEXTS * 5)
     assert model.config.max_position_embeddings == 64
-    assert model.to_tokens(text).shape == (1, 64)
-    assert model.to_tokens(text, prepend_bos=True).shape == (1, 64)
-    assert model.to_tokens(text, truncate=False).shape[1] > 64
-    assert having(llama, model_max_length=10).to_tokens(text).shape == (1, 10)
+    cut = pytest.warns(UserWarning, match=r"a text of \d+ tokens is cut to the 64")
+    with cut:
+        assert model.to_tokens(text).shape == (1, 64)
+    with cut:
+        assert model.to_tokens(text, prepend_bos=True).shape == (1, 64)
+    with cut:
+        assert model(text).shape[:2] == (1, 64)
+    long = model.to_tokens(text, truncate=False)
+    assert long.shape[1] > 64
+    assert model(text, truncate=False).shape[:2] == long.shape  # rotary positions have no end
+    with pytest.warns(UserWarning, match="cut to the 10"):
+        assert having(llama, model_max_length=10).to_tokens(text).shape == (1, 10)
+    exact = model.to_string(long[0, :64])
+    if (
+        model.to_tokens(exact).shape[1] == 64
+    ):  # a text that just fits is not cut, and not warned about
+        assert torch.equal(model.to_tokens(exact), model.to_tokens(exact, truncate=False))
 
 
 def test_only_texts_become_tokens(llama: Any) -> None:

@@ -26,6 +26,7 @@ _OURS = (
     "loss_per_token",
     "prepend_bos",
     "padding_side",
+    "truncate",
     "start_at_layer",
     "stop_at_layer",
 )
@@ -49,6 +50,7 @@ class Forward(Model):
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
+        truncate: bool = True,
         start_at_layer: int | None = None,
         stop_at_layer: int | None = None,
         attention_mask: Tensor | None = None,
@@ -73,6 +75,7 @@ class Forward(Model):
             loss_per_token: a loss for every token after the first, [batch, pos - 1]; 0 at padding.
             prepend_bos: as in `to_tokens`.
             padding_side: as in `to_tokens`.
+            truncate: as in `to_tokens`.
             start_at_layer: begin at this block (negative counts from the end), with ``input`` as the residual
                 stream there, [batch, pos, d_model]. Blocks before it do not run, and no hook before it fires.
             stop_at_layer: end before this block and return the residual stream there, after the hooks on
@@ -98,7 +101,7 @@ class Forward(Model):
         elif plain:
             given = {**(input or {}), **kwargs}
         else:
-            given = self._arguments(input, kwargs, prepend_bos, padding_side)
+            given = self._arguments(input, kwargs, prepend_bos, padding_side, truncate)
         if start_at_layer is None and stop_at_layer is None:
             output = super().__call__(**given)
         else:
@@ -134,7 +137,12 @@ class Forward(Model):
     # What the module takes.
 
     def _arguments(
-        self, given: Any, kwargs: dict[str, Any], prepend_bos: bool | None, padding_side: str | None
+        self,
+        given: Any,
+        kwargs: dict[str, Any],
+        prepend_bos: bool | None,
+        padding_side: str | None,
+        truncate: bool = True,
     ) -> dict[str, Any]:
         """The module's arguments for an input given by position."""
         mask = kwargs.get("attention_mask")
@@ -154,7 +162,7 @@ class Forward(Model):
             fits = mask is not None and mask.shape == tokens.shape
             made = self._with_mask(tokens, mask) if fits else {"input_ids": tokens}
         else:
-            made = self.prepare(given, prepend_bos, padding_side)
+            made = self.prepare(given, prepend_bos, padding_side, truncate)
         return {**self._decoder_start(made, kwargs), **made, **kwargs}
 
     def _mask_arguments(self, mask: Tensor | None) -> dict[str, Any]:

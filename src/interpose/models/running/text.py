@@ -6,6 +6,7 @@ batch needs besides its tokens (mask, positions) is proven on the model: see `pa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,7 @@ class Text(Model):
         input: str | Sequence[str] | Tokens,  # noqa: A002
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
+        truncate: bool = True,
     ) -> dict[str, Tensor]:
         """What the module's forward takes for some texts or tokens: ``input_ids``, and what padding makes necessary.
 
@@ -71,12 +73,13 @@ class Text(Model):
             input: a text, a list of texts, or tokens [batch, pos] or [pos] (whose padding `mask_of` tells).
             prepend_bos: as in `to_tokens`, for texts.
             padding_side: as in `to_tokens`, for texts.
+            truncate: as in `to_tokens`, for texts.
         """
         if not is_text(input):
             tokens = self._tokens(input)
             return self._with_mask(tokens, self.mask_of(tokens))
         texts = _texts(input)
-        rows = self._encode(texts, prepend_bos, truncate=True)
+        rows = self._encode(texts, prepend_bos, truncate)
         for text, row in zip(texts, rows):
             if not row:
                 raise ValueError(
@@ -125,6 +128,7 @@ class Text(Model):
         """Token ids of each text, none of them padded."""
         limit = self._longest_text() if truncate else None
         rows = self._ids(texts, special=True, limit=limit)
+        self._tell_of_cuts(texts, rows, limit)
         if prepend_bos is None:
             return rows
         bos = self._bos()
@@ -138,6 +142,17 @@ class Text(Model):
         if bos is not None and self._adds(bos):
             return [row[1:] if row[:1] == [bos] else row for row in rows]
         return rows
+
+    def _tell_of_cuts(self, texts: Sequence[str], rows: list[list[int]], limit: int | None) -> None:
+        """Warn of texts that were cut: what comes next is then asked of another text."""
+        full = [text for text, row in zip(texts, rows) if len(row) == limit]
+        longest = max(map(len, self._ids(full, special=True)), default=0) if full else 0
+        if limit is not None and longest > limit:
+            warnings.warn(
+                f"a text of {longest} tokens is cut to the {limit} that the model has positions for; truncate=False "
+                "does not cut.",
+                stacklevel=4,
+            )
 
     def _ids(
         self, texts: Sequence[str], *, special: bool, limit: int | None = None
