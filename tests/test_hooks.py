@@ -501,3 +501,22 @@ def test_what_is_nearly_right_is_taken_or_explained(net: nn.Sequential, x: Tenso
         scope.__enter__()
     assert repr(ip.add("1", torch.ones(4), at=(..., 2))) == "add('1', tensor(4,), at=(Ellipsis, 2))"
     assert model.half() is model
+
+
+def test_a_function_that_takes_any_keyword_gets_the_hook_point_by_keyword() -> None:
+    model = ip.wrap(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    seen = []
+
+    def only_keywords(value, **rest):
+        seen.append(sorted(rest))
+
+    def anything(*values, **rest):
+        seen.append((len(values), sorted(rest)))
+
+    pairs = [
+        ("0", only_keywords),
+        ("0", anything),
+        ("0", functools.partial(only_keywords, extra=1)),
+    ]
+    model.run_with_hooks(torch.ones(1, 2), fwd_hooks=pairs)
+    assert seen == [["hook"], (1, ["hook"]), ["extra", "hook"]]

@@ -334,18 +334,21 @@ def _label_of(function: Callable[..., Any]) -> str:
 
 
 def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
-    """How to call a user's function: with ``hook=`` if it has that name, else by place or not at all."""
+    """How to call a user's function: with ``hook=`` if it takes that, else by place or not at all."""
     code = getattr(function, "__code__", None)
     if code is not None:
         # The common case without inspect, which takes as long as ten hooks.
         named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if "hook" in named[code.co_posonlyargcount :]:
+        if "hook" in named[code.co_posonlyargcount :] or code.co_flags & inspect.CO_VARKEYWORDS:
             return lambda value, hook: function(value, hook=hook)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins such as torch.zeros_like have no signature
         return lambda value, hook: function(value)  # noqa: ARG005
-    if any(p.name == "hook" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
+    if any(
+        p.kind is p.VAR_KEYWORD or (p.name == "hook" and p.kind is not p.POSITIONAL_ONLY)
+        for p in parameters
+    ):
         return lambda value, hook: function(value, hook=hook)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]

@@ -8,7 +8,6 @@ copies, in-place and returned edits are the same, and a wrong shape raises.
 from __future__ import annotations
 
 import contextvars
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,8 +105,6 @@ class LensHook(FunctionHook):
         )
         self.together = together
         self.ran = False
-        if _takes_any_keyword(function):
-            self._call = lambda value, hook: function(value, hook=hook)
 
     def must_fire(self, direction: str) -> bool:
         """A hook asked for by its name, or one of those that a callable selected."""
@@ -380,18 +377,6 @@ _BLOCKS: contextvars.ContextVar[tuple[Block, ...]] = contextvars.ContextVar("blo
 def blocks_of(model: Model) -> int:
     """How many blocks of a root are around this line."""
     return sum(block.model is model for block in _BLOCKS.get())
-
-
-def _takes_any_keyword(function: HookFunction) -> bool:
-    """Whether a function has ``**kwargs``, so that ``hook`` goes there."""
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # builtins such as torch.zeros_like
-        return False
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _version(tensor: Any) -> int:
