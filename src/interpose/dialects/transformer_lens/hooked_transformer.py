@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from interpose.dialects.transformer_lens.config import FLAGS, HookedTransformerConfig
+from interpose.dialects.transformer_lens.config import HookedTransformerConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_text import (
     LensText,
@@ -293,7 +293,6 @@ def _beware_of_processing(asked: list[str]) -> None:
 
 
 __all__ = [
-    "FLAGS",
     "HookedEncoder",
     "HookedEncoderDecoder",
     "HookedTransformer",

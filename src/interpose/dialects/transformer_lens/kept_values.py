@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.branches import Branches
+from interpose.dialects.transformer_lens.utilities.names import get_act_name
 from interpose.dialects.transformer_lens.utilities.slices import Slice
 from interpose.engine.cache import Cache
 
@@ -49,10 +50,8 @@ class KeptValues(Mapping[str, Tensor]):
 
     def __getitem__(self, key: Any) -> Tensor:
         if isinstance(key, str) and key not in self._cache:
-            short = key.rstrip("0123456789")
-            if short and short != key:  # "k6" is layer 6's keys
-                layered: Any = (short, int(key[len(short) :]))
-                key = layered if layered in self._cache else key
+            named = get_act_name(key)  # "k6" is layer 6's keys
+            key = named if named in self._cache else key
         return self._cache[key]
 
     def __contains__(self, key: object) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.generation import options_for
-from interpose.models.running.forward import next_token_loss
+from interpose.dialects.transformer_lens.utilities.losses import lm_cross_entropy_loss
 from interpose.models.running.text import is_text
 from interpose.models.transformer import TransformerModel
 
@@ -66,7 +66,7 @@ class LensText(TransformerModel):
         per_token: bool = False,
     ) -> Tensor:
         """The cross-entropy of next tokens, their mean or each by itself [batch, pos - 1]."""
-        return next_token_loss(logits, tokens, attention_mask, per_token)
+        return lm_cross_entropy_loss(logits, tokens, attention_mask, per_token)
 
     def to_tokens(
         self,

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
-from interpose.errors import Unsupported
-from interpose.models.discovery.anatomy import Norm
-from interpose.models.weights.weights import main_tower
+from interpose.models.weights.norms import affine, norm_at
 
 _KINDS = ("OV", "w_in", "w_out")
 
@@ -85,31 +83,11 @@ class SVDInterpreter:
     def _read_by_neurons(self, layer: int) -> Tensor:
         """[d_mlp, d_model]: what each neuron reads of the normed stream, before the norm's own weight."""
         read: Tensor = self.model.blocks[layer].mlp.W_in.mT
-        tower = main_tower(self.model.anatomy)
-        norm = tower.blocks[layer].norms.get("ln2") if tower is not None else None
+        norm = norm_at(self.model, f"blocks.{layer}.ln2")
         if norm is None or norm.reads_sum:  # a norm that stands in the stream is not the MLP's own
             return read
-        try:
-            weight: Tensor = self.model.blocks[layer].ln2.w
-        except (AttributeError, Unsupported):  # folded away, or never there
-            return read
-        return read * _gain(norm, weight).to(read.device)
-
-
-def _gain(norm: Norm, weight: Tensor) -> Tensor:
-    """What a norm multiplies with: its weight, or 1 + weight (Gemma's), whichever it does to numbers."""
-    module: Any = norm.place.module
-    if norm.why_not:
-        return weight
-    given = torch.linspace(-1, 1, weight.numel()).square().to(weight) + 0.1
-    # The odd part has no bias; called by its type, so that no hook hears of it.
-    forward = type(module).forward
-    made = (forward(module, given[None]) - forward(module, -given[None]))[0] / 2
-    unit = given - given.mean() if norm.centred else given
-    unit = unit / (unit.square().mean() + norm.eps).sqrt()
-    candidates = (weight, 1 + weight)
-    errors = [float((unit * candidate - made).abs().max()) for candidate in candidates]
-    return candidates[errors.index(min(errors))]
+        factor, _ = affine(norm, read.shape[-1])
+        return read * factor.to(read.device)
 
 
 def _check(what: str, index: int, count: int) -> None:

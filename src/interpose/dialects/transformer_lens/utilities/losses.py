@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from interpose.models.running.forward import next_token_loss
+
 
 def lm_cross_entropy_loss(
     logits: Tensor,
@@ -21,14 +23,7 @@ def lm_cross_entropy_loss(
         per_token: give the loss of every position.
     """
     _check(logits, tokens)
-    log_probs = logits[..., :-1, :].log_softmax(-1)
-    losses = -log_probs.gather(-1, tokens[..., 1:, None])[..., 0]
-    if attention_mask is None:
-        return losses if per_token else losses.mean()
-    text = attention_mask.bool()
-    counts = (text[..., :-1] & text[..., 1:]).to(losses.device)
-    losses = losses.masked_fill(~counts, 0.0)
-    return losses if per_token else losses.sum() / counts.sum()
+    return next_token_loss(logits, tokens, attention_mask, per_token)
 
 
 def lm_accuracy(logits: Tensor, tokens: Tensor, per_token: bool = False) -> Tensor:
