@@ -29,7 +29,7 @@ PROMPT = "When Mary and John went to the store, John gave a drink to"
 
 @once
 def pocket() -> HookedTransformer:
-    return HookedTransformer.from_pretrained("pocket", device="cpu")
+    return HookedTransformer.from_pretrained_no_processing("pocket", device="cpu")
 
 
 @pytest.fixture
@@ -461,8 +461,6 @@ def test_the_config_and_the_parts_have_the_known_names() -> None:
     assert cfg.attention_dir == "causal"
     assert cfg.to_dict()["d_vocab"] == 2808
     assert (cfg.dtype, str(cfg.device)) == (torch.float32, "cpu")
-    with pytest.raises(NotImplementedError, match="models from scratch"):
-        HookedTransformerConfig(n_layers=2, d_model=8)
     with pytest.raises(AttributeError, match="the config has no 'd_modell'"):
         cfg.d_modell  # noqa: B018
     assert model.blocks[3].attn.W_Q.shape == (6, 192, 32)
@@ -477,21 +475,13 @@ def test_the_config_and_the_parts_have_the_known_names() -> None:
 def test_a_loaded_model_is_looked_into_and_stays_as_it_is() -> None:
     module = tiny.build("gpt2", "causal")
     keys, kinds = list(module.state_dict()), [type(part) for part in module.modules()]
-    model = HookedTransformer.from_pretrained("pocket", hf_model=module)
+    model = HookedTransformer.from_pretrained_no_processing("pocket", hf_model=module)
     model.run_with_cache(torch.tensor([[1, 2, 3]]))
     assert model.module is module
     assert list(module.state_dict()) == keys
     assert [type(part) for part in module.modules()] == kinds
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(torch.tensor([[1, 2]])), model(torch.tensor([[1, 2]])))
-
-
-def test_processing_that_is_asked_for_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"fold_ln, center_unembed: weights stay"):
-        HookedTransformer.from_pretrained("pocket", fold_ln=True, center_unembed=True)
-    HookedTransformer.from_pretrained(
-        "pocket", fold_ln=False
-    )  # and nothing else is (warnings are errors here)
 
 
 # The bridge, encoders, generation.

@@ -106,7 +106,9 @@ class ActivationCache(KeptValues):
         parts = decomposition.embeds(self, pos_slice) if incl_embeds else []
         for number in range(last + mlp_input):
             for kind in ("attn", "mlp"):
-                if mode in ("all", kind) and not (number == last and kind == "mlp"):
+                if kind == "mlp" and (number == last or not decomposition.has_mlp(self, number)):
+                    continue
+                if mode in ("all", kind):
                     value = self._sliced(self[f"{kind}_out", number], pos_slice)
                     parts.append((value, f"{number}_{kind}_out"))
         return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels)
@@ -239,8 +241,9 @@ class ActivationCache(KeptValues):
         if expand_neurons:
             parts += decomposition.neurons(self, last, None, pos_slice, onto)
         else:
-            outs = [self._sliced(self["mlp_out", n], pos_slice) for n in range(last)]
-            parts += project([(value, f"{n}_mlp_out") for n, value in enumerate(outs)])
+            layers = [n for n in range(last) if decomposition.has_mlp(self, n)]
+            outs = [(self._sliced(self["mlp_out", n], pos_slice), f"{n}_mlp_out") for n in layers]
+            parts += project(outs)
         parts += project(decomposition.embeds(self, pos_slice))
         parts.append((self._rest(parts, last, mlp_input, pos_slice, onto), "bias"))
         return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels)

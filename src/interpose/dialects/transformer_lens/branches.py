@@ -119,21 +119,22 @@ class Branches:
         model = self.model
         sites = model.tree.table.sites
         wanted = [name for name in sites if name.endswith(_NEEDED)]
-        tokens = torch.arange(1, 9, device=model.device)[None] % int(model.W_E.shape[0])
+        length = min(8, getattr(model.root.config, "max_position_embeddings", None) or 8)
+        tokens = torch.arange(1, length + 1, device=model.device)[None] % int(model.W_E.shape[0])
         with trial(model):
             logits, seen = model.run_with_cache(tokens, names_filter=wanted, prepend_bos=False)
             unembedded = (
-                model.unembed.module(seen["ln_final.hook_normalized"]) if _NORMED in seen else None
+                model.unembed(seen["ln_final.hook_normalized"]) if _NORMED in seen else None
             )
-        embeds = [seen[name] for name in ("hook_embed", "hook_pos_embed") if name in seen]
-        first = seen["blocks.0.hook_resid_pre"]
-        self._embeds = bool(embeds) and _alike(sum(embeds, 0 * first), first)
-        if unembedded is not None:
-            times = _ratio(logits, unembedded)
-            self._logit_times = times if _alike(unembedded * times, logits) else 1.0
-        for layer in range(model.tree.blocks()):
-            for kind in ("attn", "mlp"):
-                self._times[layer, kind] = self._multiplier(layer, kind, seen)
+            embeds = [seen[name] for name in ("hook_embed", "hook_pos_embed") if name in seen]
+            first = seen["blocks.0.hook_resid_pre"]
+            self._embeds = bool(embeds) and _alike(sum(embeds, 0 * first), first)
+            if unembedded is not None:
+                times = _ratio(logits, unembedded)
+                self._logit_times = times if _alike(unembedded * times, logits) else 1.0
+            for layer in range(model.tree.blocks()):
+                for kind in ("attn", "mlp"):
+                    self._times[layer, kind] = self._multiplier(layer, kind, seen)
 
     def _normed(self, layer: int, kind: str) -> tuple[Branch, Tensor]:
         """A branch as its norm alone makes it, and what that norm adds."""
@@ -177,7 +178,8 @@ class Branches:
 def _ratio(whole: Tensor, part: Tensor) -> float:
     """The number that makes one value of another, exactly 1 if it is about that."""
     whole, part = whole.float(), part.float()
-    found = float((whole * part).sum() / part.square().sum())
+    size = float(part.square().sum())
+    found = float((whole * part).sum()) / size if size else 1.0
     return 1.0 if abs(found - 1) < 5e-3 else found
 
 

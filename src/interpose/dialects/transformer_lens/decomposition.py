@@ -9,7 +9,7 @@ from torch import Tensor
 
 from interpose.dialects.transformer_lens.branches import Branch
 from interpose.dialects.transformer_lens.utilities.slices import Slice
-from interpose.models.weights.norms import affine, norm_at
+from interpose.models.weights.norms import affine, norm_at, unheard
 
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.activation_cache import ActivationCache
@@ -55,6 +55,11 @@ def heads(cache: ActivationCache, last: int, pos_slice: Any) -> Parts:
     return parts
 
 
+def has_mlp(cache: ActivationCache, layer: int) -> bool:
+    """Whether a block has an MLP."""
+    return f"blocks.{layer}.hook_mlp_out" in cache.model.tree.table.sites
+
+
 def neuron_results(
     cache: ActivationCache, layer: int, neuron_slice: Any, pos_slice: Any, onto: Tensor | None
 ) -> Tensor:
@@ -84,7 +89,7 @@ def neurons(
     """What each neuron of the layers before ``last`` adds to the stream."""
     parts: Parts = []
     axis = -1 if onto is not None and onto.ndim == 1 else -2
-    for layer in range(last):
+    for layer in filter(lambda number: has_mlp(cache, number), range(last)):
         found = neuron_results(cache, layer, neuron_slice, pos_slice, onto)
         width = int(cache.model.blocks[layer].mlp.W_out.shape[0])
         numbers = torch.arange(width)
@@ -119,7 +124,8 @@ def through_norm(
     if norm is None:
         return stack  # the stream is read as it is
     if recompute:
-        made: Tensor = norm.place.module.forward(stack)
+        with unheard():
+            made: Tensor = norm.place.module.forward(stack)
         return made
     scale = cache._sliced(cache[f"{name}.hook_scale"], pos_slice)
     if cache.has_batch_dim and batch_slice is not None:

@@ -1,25 +1,31 @@
-"""`HookedTransformer` and its kin: TransformerLens's model classes, as views of models of transformers.
+"""`HookedTransformer` and its kin: TransformerLens's model classes, as views of models of transformers or from scratch.
 
-Nothing is copied, converted or replaced: the model is the one that transformers loads, with its own weights and its own
-attention kernel. So there is nothing to be folded: methods that need a norm's weight apply it (`ActivationCache`).
+A loaded model is the one that transformers loads, with its own forward and its own attention kernel. Processed weights
+(`fold_ln` and so on) are those of a copy, which still runs that forward.
 """
 
 from __future__ import annotations
 
-import warnings
+import functools
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
+from interpose.dialects.transformer_lens.lens_processing import LensProcessing
 from interpose.dialects.transformer_lens.lens_text import (
     LensText,
     predict_next_sentence,
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
+from interpose.dialects.transformer_lens.scratch.model import build, read, saved
+from interpose.dialects.transformer_lens.scratch.processing import STEPS
+from interpose.dialects.transformer_lens.scratch.transformer import Transformer
+from interpose.errors import Unsupported
 from interpose.models import loading
 from interpose.models.naming import names
 
@@ -38,15 +44,50 @@ _ORGANISATIONS = {
 }
 
 
-class HookedTransformer(LensHooks, LensText, LensWeights):
+class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
     """A model of transformers, under the names of TransformerLens's `HookedTransformer`.
 
     ```python
     model = HookedTransformer.from_pretrained("gpt2-small")
     logits, cache = model.run_with_cache("The cat sat on the")
     cache["pattern", 5], model.blocks[5].attn.W_Q, model.W_O[5, 2], model.cfg.n_layers
+
+    small = HookedTransformer(HookedTransformerConfig(
+        n_layers=2, d_model=64, d_head=16, n_ctx=32, d_vocab=100, attn_only=True))
+    small(tokens, return_type="loss").backward()
     ```
+
+    Args:
+        cfg: a config (or its fields) to build a new model from; or a model of transformers to look into.
+        tokenizer: for text; by default that of the config's ``tokenizer_name``.
+        move_to_device: whether a new model goes to the config's device.
+        default_padding_side: where shorter texts of a batch are padded; by default where the tokenizer does.
+        processor: for text with images or sound.
     """
+
+    def __init__(
+        self,
+        cfg: HookedTransformerConfig | dict[str, Any] | nn.Module,
+        tokenizer: Any = None,
+        move_to_device: bool = True,
+        default_padding_side: str | None = None,
+        *,
+        processor: Any = None,
+    ) -> None:
+        if isinstance(cfg, str):
+            raise TypeError("to load a model by name: HookedTransformer.from_pretrained(name).")
+        module = cfg
+        if isinstance(cfg, (HookedTransformerConfig, dict)):
+            module, tokenizer = build(cfg, tokenizer, move_to_device)
+        super().__init__(module, tokenizer=tokenizer, processor=processor)  # type: ignore[arg-type]
+        self.default_padding_side = default_padding_side
+        if isinstance(module, Transformer):
+            self._lens_cfg = module.cfg
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = functools.partial(type(self), processor=self.processor)
+        state = {"_prepends_bos": self.default_prepend_bos}
+        return made, (self.module, self.tokenizer, True, self.default_padding_side), state
 
     @classmethod
     def from_pretrained(
@@ -55,7 +96,7 @@ class HookedTransformer(LensHooks, LensText, LensWeights):
         fold_ln: bool | None = None,
         center_writing_weights: bool | None = None,
         center_unembed: bool | None = None,
-        refactor_factored_attn_matrices: bool | None = None,
+        refactor_factored_attn_matrices: bool | None = False,
         hf_model: nn.Module | None = None,
         device: str | torch.device | None = None,
         n_devices: int = 1,
@@ -68,67 +109,76 @@ class HookedTransformer(LensHooks, LensText, LensWeights):
     ) -> Self:
         """Load a model by name (TransformerLens's nicknames too) or folder, or look into one that is loaded.
 
+        Weights are processed as in TransformerLens, but not those of a model from scratch that `save_pretrained` saved.
+
         Args:
             model_name: ``gpt2-small``, ``EleutherAI/pythia-70m``, a folder, or ``pocket``.
-            fold_ln: accepted. Weights stay as they are, and methods take the norm's weight into account. True is warned
-                about, since ``W_*`` then differ from TransformerLens's; so with the other four flags of processing.
-            center_writing_weights: as ``fold_ln``.
-            center_unembed: as ``fold_ln``.
-            refactor_factored_attn_matrices: as ``fold_ln``.
-            hf_model: a loaded model to look into; it stays as it is.
+            fold_ln: what norms multiply with and add goes into the weights that read them. By default where that is
+                exact on this model; True insists, and is refused with the reason where it is not.
+            center_writing_weights: whatever writes to the stream writes with mean zero; as ``fold_ln``.
+            center_unembed: logits have mean zero over the vocabulary; as ``fold_ln``.
+            refactor_factored_attn_matrices: each head's factors become those of a singular value decomposition.
+            hf_model: a loaded model to look into; it stays as it is, since weights are processed on a copy.
             device: where to put it.
             n_devices: more than one spreads the layers (transformers' ``device_map="auto"``).
             tokenizer: instead of the model's own.
-            fold_value_biases: as ``fold_ln``.
+            fold_value_biases: the biases of values go into those of outputs; as ``fold_ln``.
             default_prepend_bos: whether texts begin with a BOS token unless said otherwise; by default they do.
             default_padding_side: where shorter texts of a batch are padded; by default where the tokenizer does.
             dtype: of the weights.
             **options: for transformers' ``from_pretrained``.
         """
-        flags = {
+        flags: dict[str, bool | None] = {
             "fold_ln": fold_ln,
             "center_writing_weights": center_writing_weights,
             "center_unembed": center_unembed,
             "refactor_factored_attn_matrices": refactor_factored_attn_matrices,
             "fold_value_biases": fold_value_biases,
         }
-        _beware_of_processing([name for name, value in flags.items() if value])
         if n_devices > 1:
             options["device_map"] = "auto"
-        if hf_model is None:
+        processor = None
+        if hf_model is None and saved(model_name):
+            flags = {flag: bool(value) for flag, value in flags.items()}  # as it was trained
+            module: nn.Module = read(model_name, device, dtype)
+            found = loading.tokenizer_of(model_name)
+        elif hf_model is None:
             loaded = loading.load(_on_hub(model_name), device=device, dtype=dtype, **options)
             module, found, processor = loaded.module, loaded.tokenizer, loaded.processor
         else:
             module = hf_model if device is None else hf_model.to(device)
-            found, processor = None, None
-            if tokenizer is None:
-                found = loading.tokenizer_of(_on_hub(model_name))
+            found = loading.tokenizer_of(_on_hub(model_name)) if tokenizer is None else None
         model = cls(
-            module, tokenizer=found if tokenizer is None else tokenizer, processor=processor
+            module,
+            tokenizer=found if tokenizer is None else tokenizer,
+            default_padding_side=default_padding_side,
+            processor=processor,
         )
         if default_prepend_bos is not None:
             model.default_prepend_bos = default_prepend_bos
-        model.default_padding_side = default_padding_side
+        if any(value is not False for value in flags.values()):
+            model.process_weights_(**flags, copy=hf_model is not None)
         return model
 
     @classmethod
     def from_pretrained_no_processing(cls, model_name: str, **options: Any) -> Self:
-        """Load a model with its weights as they are, which is what `from_pretrained` does too."""
-        return cls.from_pretrained(model_name, **options)
+        """Load a model, or look into one, with its weights as they are."""
+        return cls.from_pretrained(model_name, **{**_UNPROCESSED, **options})
 
     @property
     def cfg(self) -> HookedTransformerConfig:  # type: ignore[override]
         """What the model is like, and its flags."""
         found = vars(self).get("_lens_cfg")
         if found is None:
-            found = HookedTransformerConfig(self, default_prepend_bos=self.default_prepend_bos)
+            found = LoadedConfig(self, default_prepend_bos=self.default_prepend_bos)
             self._lens_cfg = found
         return found
 
     def __call__(self, input: Any = None, *second: Any, **kwargs: Any) -> Any:
-        """Run the model; a second argument is the ``return_type``."""
-        if second:
-            (kwargs["return_type"],) = second
+        """Run the model; further arguments are the ``return_type`` and so on, ``tokens`` those of a residual."""
+        kwargs |= zip(("return_type", "loss_per_token", "prepend_bos", "padding_side"), second)
+        if "tokens" in kwargs:
+            kwargs["input_ids"] = kwargs.pop("tokens")
         return super().__call__(input, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,9 +199,25 @@ class HookedTransformer(LensHooks, LensText, LensWeights):
         """Make ``hook_attn_in`` part of everything."""
         self.cfg.use_attn_in = use_attn_in
 
+    def set_ungroup_grouped_query_attention(self, ungroup_grouped_query_attention: bool) -> None:
+        """Show keys and values once for every head, where heads share them; models from scratch alone do."""
+        if ungroup_grouped_query_attention and not self.is_from_scratch:
+            raise Unsupported(
+                "hook_k and hook_v have as many heads as the module's own keys and values."
+            )
+        self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
+
+    def set_tokenizer(self, tokenizer: Any, default_padding_side: str | None = "right") -> None:
+        """Read and write text with another tokenizer."""
+        self.tokenizer = tokenizer
+        self.default_padding_side = default_padding_side
+
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Make ``hook_mlp_in`` part of everything."""
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+
+_UNPROCESSED = dict.fromkeys(STEPS, False)
 
 
 class TransformerBridge(HookedTransformer):
@@ -171,7 +237,7 @@ class TransformerBridge(HookedTransformer):
         **options: Any,
     ) -> Self:
         """Load a model, or look into one that is loaded; see `HookedTransformer.from_pretrained`."""
-        return cls.from_pretrained(
+        return cls.from_pretrained_no_processing(
             model_name,
             device=device,
             dtype=dtype,
@@ -180,15 +246,35 @@ class TransformerBridge(HookedTransformer):
             **options,
         )
 
+    @classmethod
+    def boot_native(
+        cls,
+        config: HookedTransformerConfig | dict[str, Any],
+        tokenizer: Any = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A new model from a config: ``HookedTransformer(config)``."""
+        cfg = HookedTransformerConfig.unwrap(config)
+        wanted = replace(cfg, device=device or cfg.device, dtype=dtype or cfg.dtype)
+        return cls(wanted, tokenizer)
+
     def enable_compatibility_mode(
         self, disable_warnings: bool = False, no_processing: bool = False, **flags: bool
     ) -> None:
-        """Let filters range over the old names alone, and texts begin with a BOS token. Weights stay as they are."""
+        """Let filters range over the old names alone, texts begin with a BOS token, and process the weights.
+
+        Args:
+            disable_warnings: accepted; there are none.
+            no_processing: leave the weights as they are.
+            **flags: as in `process_weights_`.
+        """
+        del disable_warnings
         self.compatibility_mode = True
         self.default_prepend_bos = True
-        asked = [name for name, value in flags.items() if value]
-        if asked and not disable_warnings and not no_processing:
-            _beware_of_processing(asked)
+        if not no_processing:
+            self.process_weights_(**flags)
+        self.compatibility_mode = True
 
     def _filter(self, wanted: Any) -> Any:
         """Callables see both names of a site; the one they accept is the one it is kept by."""
@@ -281,15 +367,6 @@ def _on_hub(name: str) -> str:
         if name.startswith(start) and "/" not in name:
             return f"{organisation}/{name}"
     return name
-
-
-def _beware_of_processing(asked: list[str]) -> None:
-    if asked:
-        warnings.warn(
-            f"{', '.join(asked)}: weights stay as the model has them. ActivationCache and logit_attrs take norms "
-            "into account, so their sums are right; W_* are those of the unprocessed model.",
-            stacklevel=3,
-        )
 
 
 __all__ = [

@@ -54,6 +54,15 @@ class KeptValues(Mapping[str, Tensor]):
             key = named if named in self._cache else key
         return self._cache[key]
 
+    def calls(self, name: Any) -> list[Tensor]:
+        """All values of a site, one per call of its module; a list of one for most."""
+        return self._cache.calls(name)
+
+    @property
+    def grad(self) -> Cache:
+        """The gradients, under the names of the values they belong to."""
+        return self._cache.grad
+
     def __contains__(self, key: object) -> bool:
         return key in self._cache
 

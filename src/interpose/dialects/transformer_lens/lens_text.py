@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.generation import options_for
+from interpose.dialects.transformer_lens.scratch import writing
+from interpose.dialects.transformer_lens.scratch.model import FromScratch
 from interpose.dialects.transformer_lens.utilities.losses import lm_cross_entropy_loss
 from interpose.models.running.text import is_text
 from interpose.models.transformer import TransformerModel
 
 
-class LensText(TransformerModel):
+class LensText(FromScratch):
     """The part of a `HookedTransformer` that reads and writes text."""
 
     _prepends_bos: bool | None = True
@@ -104,6 +106,8 @@ class LensText(TransformerModel):
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
                 ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
         """
+        if self.is_from_scratch:
+            return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)
         if "stop_strings" in options:
             options.setdefault("tokenizer", self._tokenizer())
@@ -131,7 +135,8 @@ class LensText(TransformerModel):
             tokens, max_new_tokens = longer, max_new_tokens - count
 
     def _end_token(self) -> int:
-        found = getattr(self.module.generation_config, "eos_token_id", None)
+        owner = self._tokenizer_or_none() if self.is_from_scratch else self.module.generation_config
+        found = getattr(owner, "eos_token_id", None)
         return found if isinstance(found, int) else -1
 
 

@@ -64,7 +64,11 @@ class LensWeights(TransformerModel):
         total = torch.zeros(int(self.W_E.shape[1]), device=self.device)
         for number in range(layer + mlp_input):
             for kind in ("attn", "mlp"):
-                if kind == "mlp" and (number == layer or not include_mlp_biases):
+                if kind == "mlp" and (
+                    number == layer
+                    or not include_mlp_biases
+                    or f"blocks.{number}.hook_mlp_out" not in self.tree.table.sites
+                ):
                     continue
                 branch = branches.of(number, kind)
                 if branch.norm is not None:

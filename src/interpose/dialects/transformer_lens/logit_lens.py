@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interpose.models.weights.norms import unheard
+
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.activation_cache import ActivationCache
 
@@ -80,11 +82,15 @@ def logit_lens(
     model = cache.model
     if apply_ln:
         stack = cache.apply_ln_to_stack(stack, recompute_ln=True)
-    logits = model.unembed.module.forward(stack)
+    with unheard():
+        logits = model.unembed(stack)
     first = logits[:, 0] if cache.has_batch_dim else logits
     first = first[:, -1] if first.ndim > 2 else first
     top = [
-        [str(model.to_string([token])) for token in row.topk(top_k).indices.tolist()]
+        [
+            str(token if model.tokenizer is None else model.to_string([token]))
+            for token in row.topk(top_k).indices.tolist()
+        ]
         for row in first
     ]
     values = kinds[return_type](logits)

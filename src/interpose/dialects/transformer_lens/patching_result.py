@@ -44,6 +44,8 @@ def run_cells(
 
 def require_eval(model: Any) -> None:
     """Refuse a model in training mode: its dropout would be measured along with the patch."""
+    if getattr(model, "is_from_scratch", False):
+        return  # nothing in it depends on the mode
     training = [name for name, part in model.module.named_modules() if part.training]
     if training:
         shown = ", ".join(repr(name) if name else "the model itself" for name in training[:3])

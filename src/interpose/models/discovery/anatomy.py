@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from interpose.sites.grammar import Tail
 from interpose.sites.lens import Lens
@@ -92,6 +93,8 @@ class Block:
     absent: dict[str, str] = field(default_factory=dict)
     sums: list[tuple[str, list[str], str]] = field(default_factory=list)
     """Additions that hold: the stream before, what is added, the stream after."""
+    weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    """Weights by name (``attn.W_Q``), of a model that has them in this form; else they are seen through its modules."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,3 +118,5 @@ class Anatomy:
     pos_embed: Place | None = None
     unembed: Place | None = None
     absent: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    """Weights outside the blocks, as in `Block`."""

@@ -50,8 +50,10 @@ def _tokens(config: Any, seed: int = 0) -> Tensor:
         if name.endswith(("_token_id", "_token_index", "_id")) and isinstance(value, int)
     }
     ordinary = [token for token in range(min(size, 4096)) if token not in special]
+    longest = getattr(text, "max_position_embeddings", None)
+    length = min(LENGTH, longest) if isinstance(longest, int) and longest > 0 else LENGTH
     picked = torch.randint(
-        len(ordinary), (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed)
+        len(ordinary), (BATCH, length), generator=torch.Generator().manual_seed(seed)
     )
     return torch.tensor(ordinary)[picked]
 

@@ -220,7 +220,7 @@ class Check:
 
     def _heads(self, result: str, out: str) -> None:
         site = self.model.tree.site(out)
-        bias = getattr(site.module, "bias", None)
+        bias = getattr(site.module, "bias", getattr(site.module, "b_O", None))
         total = self.clean[result].float().sum(-2) + (0 if bias is None else bias.float())
         distance = self.distance(self.clean[out], total)
         about = f"heads and bias = {out} to {distance:.0e}"

@@ -219,9 +219,10 @@ class Forward(Model):
             return own
         can_generate = getattr(self.root, "can_generate", lambda: True)
         if not can_generate():
+            hint = " Give labels=... for the loss that transformers has for it."
             raise Unsupported(
-                f"the loss is that of next tokens, and {type(self.root).__name__} predicts none. Give "
-                "labels=... for the loss that transformers has for it."
+                f"the loss is that of next tokens, and {type(self.root).__name__} predicts none."
+                + (hint if padding.accepts(self, "labels") else "")
             )
         decoder = "decoder_" if getattr(self.root.config, "is_encoder_decoder", False) else ""
         tokens = given.get(f"{decoder}input_ids")

@@ -18,7 +18,7 @@ from interpose.errors import Unsupported
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.running.trial import first_tensor, trial
 
-_SHORT = 7  # of a probe's 11 positions: longer than the windows of tiny models
+_SHORT = 7  # of 11 positions: longer than the windows of tiny models
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -94,19 +94,20 @@ def _error(
 ) -> float:
     """How far off a padded text is, relative to the size of what the model gives."""
     tokens = inputs["input_ids"].clone()
+    short = min(_SHORT, tokens.shape[1] - 1)
     alone = first_tensor(
-        model.module(**{**inputs, "input_ids": tokens[:1, :_SHORT]} | _row(inputs, 1))
+        model.module(**{**inputs, "input_ids": tokens[:1, :short]} | _row(inputs, 1))
     )
-    text = slice(tokens.shape[1] - _SHORT, None) if side == "left" else slice(_SHORT)
+    text = slice(tokens.shape[1] - short, None) if side == "left" else slice(short)
     mask = torch.ones_like(tokens)
     mask[0] = 0
     mask[0, text] = 1
-    tokens[0, text] = inputs["input_ids"][0, :_SHORT]
+    tokens[0, text] = inputs["input_ids"][0, :short]
     tokens[0][mask[0] == 0] = filler
     made = {"attention_mask": mask, "position_ids": positions(mask)}
     given = {**inputs, "input_ids": tokens} | {name: made[name] for name in names}
     padded = first_tensor(model.module(**given))[:1]
-    if padded.ndim > 1 and padded.shape[1] == tokens.shape[1] and alone.shape[1] == _SHORT:
+    if padded.ndim > 1 and padded.shape[1] == tokens.shape[1] and alone.shape[1] == short:
         padded = padded[:, text]
     difference = (padded.float() - alone.float()).abs().mean()
     return float(difference / alone.float().abs().mean().clamp_min(1e-12))

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.weights.config import describe
-from interpose.models.weights.readonly import ReadOnly
 from interpose.models.weights.views import Getter, block_weights, end_weights
 from interpose.models.weights.weights import STACKED, main_tower, stacked
 
@@ -46,7 +45,7 @@ def part_of(model: TransformerModel, name: str) -> Part | Parts | HookPoint | No
     if name not in OURS and path not in root._children():
         return None
     found = root._get(path)
-    assert not isinstance(found, ReadOnly)
+    assert not isinstance(found, Tensor)
     return found
 
 
@@ -64,7 +63,7 @@ class Part:
             raise AttributeError(name)
         return self._get(name)
 
-    def _get(self, name: str) -> Part | Parts | HookPoint | ReadOnly:
+    def _get(self, name: str) -> Part | Parts | HookPoint | Tensor:
         full = f"{self._path}.{name}" if self._path else name
         if full in self._model.tree.table.sites:
             return self._model.hook_dict[full]

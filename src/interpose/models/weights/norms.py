@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Norm
+from interpose.taps import context
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
@@ -24,6 +27,16 @@ def norm_at(model: TransformerModel, path: str) -> Norm | None:
             if path.startswith(at):
                 return block.norms.get(path[len(at) :])
     return None
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A ``with`` block in which the model's hooks hear nothing."""
+    token = context.stand_down()
+    try:
+        yield
+    finally:
+        context.stand_up(token)
 
 
 @torch.no_grad()
@@ -42,5 +55,6 @@ def affine(norm: Norm, width: int) -> tuple[Tensor, Tensor]:
     signs[..., 1::2] = -1
     core = signs - signs.mean() if norm.centred else signs
     core = core / (core.square().mean() + norm.eps).sqrt()
-    up, down = module.forward(signs), module.forward(-signs)  # not as a call: no hook hears of it
+    with unheard():
+        up, down = module.forward(signs), module.forward(-signs)
     return ((up - down) / (2 * core))[0, 0], ((up + down) / 2)[0, 0]

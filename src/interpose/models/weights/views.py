@@ -20,13 +20,15 @@ from interpose.models.reach.derived import weight_of
 from interpose.models.reach.lenses import Heads, Part
 from interpose.models.weights.readonly import ReadOnly
 
-Getter = Callable[[], ReadOnly]
+Getter = Callable[[], Tensor]
 
 _MADE = {"q": "queries", "k": "keys", "v": "values"}
 
 
 def block_weights(block: Block) -> dict[str, Getter]:
     """What gives each weight of a block, by name (``attn.W_Q``). A weight that cannot be shown says why when called."""
+    if block.weights:
+        return dict(block.weights)
     found: dict[str, Getter] = {}
     for attention in block.attentions:
         at = attention.name
@@ -52,6 +54,8 @@ def end_weights(anatomy: Anatomy, n_ctx: Callable[[], int | None]) -> dict[str, 
         anatomy: the model's.
         n_ctx: how many positions there are, if that is known.
     """
+    if anatomy.weights:
+        return dict(anatomy.weights)
     found: dict[str, Getter] = {}
     if anatomy.embed is not None:
         found["embed.W_E"] = partial(_tokens, anatomy.embed)
@@ -77,7 +81,7 @@ def why_missing(block: Block, name: str) -> str:
 # One parameter.
 
 
-def _parameter(place: Place, name: str) -> Tensor | None:
+def parameter(place: Place, name: str) -> Tensor | None:
     """A parameter that is all there is to it: no adapter, scale or parametrisation stands behind it."""
     module = place.module
     others = beside_the_weight(module)
@@ -107,29 +111,29 @@ def _viewable(place: Place, name: str, found: Tensor) -> Tensor:
     return found
 
 
-def _matrix(place: Place) -> Tensor:
+def matrix(place: Place) -> Tensor:
     """A linear map's weight, ``[in, out]``."""
-    if _parameter(place, "weight") is None:
+    if parameter(place, "weight") is None:
         raise Unsupported(f"{place.path} ({type(place.module).__name__}) has no weight of its own.")
     return weight_of(place.module)
 
 
 def _weight(place: Place, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
-    return ReadOnly.of(see(_matrix(place)), f"{place.path}.weight")
+    return ReadOnly.of(see(matrix(place)), f"{place.path}.weight")
 
 
 def _bias(place: Place, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
     """A bias; zeros where there is none."""
-    bias = _parameter(place, "bias")
+    bias = parameter(place, "bias")
     if bias is None:
-        return ReadOnly.of(see(_matrix(place).new_zeros(_matrix(place).shape[1])))
+        return ReadOnly.of(see(matrix(place).new_zeros(matrix(place).shape[1])))
     return ReadOnly.of(see(bias), f"{place.path}.bias")
 
 
 # Attention.
 
 
-def _projection(attention: Attention, role: str) -> tuple[Place, Heads]:
+def projection(attention: Attention, role: str) -> tuple[Place, Heads]:
     """The projection that makes queries, keys or values from the stream."""
     made = _MADE[role]
     place = attention.projections.get(role)
@@ -156,12 +160,12 @@ def _crosses(attention: Attention, role: str, place: Place) -> bool:
 
 
 def _to_heads(attention: Attention, role: str) -> ReadOnly:
-    place, heads = _projection(attention, role)
+    place, heads = projection(attention, role)
     return _weight(place, lambda matrix: heads.read(matrix, None).permute(1, 0, 2))
 
 
 def _heads_bias(attention: Attention, role: str) -> ReadOnly:
-    place, heads = _projection(attention, role)
+    place, heads = projection(attention, role)
     return _bias(place, lambda bias: heads.read(bias, None))
 
 
@@ -235,14 +239,14 @@ def _norm_weights(prefix: str, norm: Norm) -> dict[str, Getter]:
 
 
 def _norm_weight(place: Place) -> ReadOnly:
-    weight = _parameter(place, "weight")
+    weight = parameter(place, "weight")
     if weight is None:
         raise Unsupported(f"{place.path} ({type(place.module).__name__}) has no weight.")
     return ReadOnly.of(weight, f"{place.path}.weight")
 
 
 def _norm_bias(place: Place) -> ReadOnly:
-    bias = _parameter(place, "bias")
+    bias = parameter(place, "bias")
     if bias is None:
         return ReadOnly.of(torch.zeros_like(_norm_weight(place)))
     return ReadOnly.of(bias, f"{place.path}.bias")

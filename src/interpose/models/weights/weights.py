@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Anatomy, Block, Tower
@@ -39,15 +40,15 @@ def main_tower(anatomy: Anatomy) -> Tower | None:
     return None
 
 
-def stacked(tower: Tower, name: str, *, at: str) -> ReadOnly:
-    """One weight of every block, ``[layer, ...]``: a copy.
+def stacked(tower: Tower, name: str, *, at: str) -> Tensor:
+    """One weight of every block, ``[layer, ...]``: a copy, through which gradients flow to parameters.
 
     Args:
         tower: whose blocks.
         name: what a block calls it: ``attn.W_Q``.
         at: how a user writes the blocks, for errors: ``model.blocks``.
     """
-    views: dict[int, ReadOnly] = {}
+    views: dict[int, Tensor] = {}
     refused: dict[str, list[int]] = {}
     for block in tower.blocks:
         try:
@@ -60,11 +61,14 @@ def stacked(tower: Tower, name: str, *, at: str) -> ReadOnly:
     if refused or len(shapes) != 1:
         raise Unsupported(_unstackable(f"{at}[{{}}].{name}", refused, shapes))
     first = next(iter(views.values()))
-    sources = [source for view in views.values() for source in view.sources]
-    return ReadOnly.of(torch.stack([view.to(first.device) for view in views.values()]), *sources)
+    whole = torch.stack([view.to(first.device) for view in views.values()])
+    if not isinstance(first, ReadOnly):
+        return whole
+    shown = [view for view in views.values() if isinstance(view, ReadOnly)]
+    return ReadOnly.of(whole, *(source for view in shown for source in view.sources))
 
 
-def _weight(block: Block, name: str) -> ReadOnly:
+def _weight(block: Block, name: str) -> Tensor:
     getter = block_weights(block).get(name)
     if getter is None:
         raise Unsupported(why_missing(block, name))
@@ -105,7 +109,7 @@ class Weights:
         def cfg(self) -> ModelConfig:
             """What the model is like."""
 
-    def _stacked(self, name: str) -> ReadOnly:
+    def _stacked(self, name: str) -> Tensor:
         tower = main_tower(self.anatomy)
         if tower is None:
             towers = ", ".join(f"model.{t.prefix}blocks" for t in self.anatomy.towers)
@@ -115,98 +119,98 @@ class Weights:
             )
         return stacked(tower, STACKED[name], at="model.blocks")
 
-    def _end(self, name: str, reason: str) -> ReadOnly:
+    def _end(self, name: str, reason: str) -> Tensor:
         getter = end_weights(self.anatomy, lambda: self.cfg.n_ctx).get(name)
         if getter is None:
             raise Unsupported(f"no {name.rpartition('.')[2]}: {reason}.")
         return getter()
 
     @property
-    def W_E(self) -> ReadOnly:
+    def W_E(self) -> Tensor:
         """Token embeddings as the model looks them up, ``[d_vocab, d_model]``."""
         return self._end("embed.W_E", "no module that embeds tokens was found")
 
     @property
-    def W_pos(self) -> ReadOnly:
+    def W_pos(self) -> Tensor:
         """Position embeddings from the first position on, ``[n_ctx, d_model]``."""
         return self._end("pos_embed.W_pos", "positions are not embedded by a module of their own")
 
     @property
-    def W_U(self) -> ReadOnly:
+    def W_U(self) -> Tensor:
         """The unembedding, ``[d_model, d_vocab]``."""
         return self._end("unembed.W_U", "the model has no unembedding")
 
     @property
-    def b_U(self) -> ReadOnly:
+    def b_U(self) -> Tensor:
         """The unembedding's bias, ``[d_vocab]``."""
         return self._end("unembed.b_U", "the model has no unembedding")
 
     @property
-    def W_Q(self) -> ReadOnly:
+    def W_Q(self) -> Tensor:
         """From the stream to queries, ``[layer, head, d_model, d_head]``."""
         return self._stacked("W_Q")
 
     @property
-    def W_K(self) -> ReadOnly:
+    def W_K(self) -> Tensor:
         """From the stream to keys, ``[layer, key_value_head, d_model, d_head]``."""
         return self._stacked("W_K")
 
     @property
-    def W_V(self) -> ReadOnly:
+    def W_V(self) -> Tensor:
         """From the stream to values, ``[layer, key_value_head, d_model, d_head]``."""
         return self._stacked("W_V")
 
     @property
-    def W_O(self) -> ReadOnly:
+    def W_O(self) -> Tensor:
         """From each head back to the stream, ``[layer, head, d_head, d_model]``."""
         return self._stacked("W_O")
 
     @property
-    def b_Q(self) -> ReadOnly:
+    def b_Q(self) -> Tensor:
         """Added to queries, ``[layer, head, d_head]``."""
         return self._stacked("b_Q")
 
     @property
-    def b_K(self) -> ReadOnly:
+    def b_K(self) -> Tensor:
         """Added to keys, ``[layer, key_value_head, d_head]``."""
         return self._stacked("b_K")
 
     @property
-    def b_V(self) -> ReadOnly:
+    def b_V(self) -> Tensor:
         """Added to values, ``[layer, key_value_head, d_head]``."""
         return self._stacked("b_V")
 
     @property
-    def b_O(self) -> ReadOnly:
+    def b_O(self) -> Tensor:
         """Added by the output projection, ``[layer, d_model]``."""
         return self._stacked("b_O")
 
     @property
-    def W_in(self) -> ReadOnly:
+    def W_in(self) -> Tensor:
         """Into the MLP, ``[layer, d_model, d_mlp]``; in a gated one what the gate is multiplied with."""
         return self._stacked("W_in")
 
     @property
-    def W_gate(self) -> ReadOnly:
+    def W_gate(self) -> Tensor:
         """Into a gated MLP's activation, ``[layer, d_model, d_mlp]``."""
         return self._stacked("W_gate")
 
     @property
-    def W_out(self) -> ReadOnly:
+    def W_out(self) -> Tensor:
         """From the MLP's neurons back to the stream, ``[layer, d_mlp, d_model]``."""
         return self._stacked("W_out")
 
     @property
-    def b_in(self) -> ReadOnly:
+    def b_in(self) -> Tensor:
         """Added with ``W_in``, ``[layer, d_mlp]``."""
         return self._stacked("b_in")
 
     @property
-    def b_gate(self) -> ReadOnly:
+    def b_gate(self) -> Tensor:
         """Added with ``W_gate``, ``[layer, d_mlp]``."""
         return self._stacked("b_gate")
 
     @property
-    def b_out(self) -> ReadOnly:
+    def b_out(self) -> Tensor:
         """Added with ``W_out``, ``[layer, d_model]``."""
         return self._stacked("b_out")

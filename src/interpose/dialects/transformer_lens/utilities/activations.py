@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,3 +21,16 @@ def gelu_fast(input: Tensor) -> Tensor:
 def solu(input: Tensor) -> Tensor:
     """Softmax linear unit: ``x * softmax(x)`` over the last dimension."""
     return input * input.softmax(-1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_new": gelu_new,
+    "gelu_fast": gelu_fast,
+    "gelu_pytorch_tanh": gelu_new,
+    "silu": functional.silu,
+    "solu": solu,
+    "solu_ln": solu,
+}
+"""By the names that configs have for them; after ``solu_ln`` comes a norm."""

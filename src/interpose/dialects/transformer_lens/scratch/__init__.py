@@ -1,0 +1,1 @@
+"""Models from scratch: a small transformer with TransformerLens's parameters, trained with an ordinary loop."""

@@ -1,0 +1,116 @@
+"""The part of a `HookedTransformer` that knows models from scratch: how they are built, looked into and saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.scratch.points import Point
+from interpose.dialects.transformer_lens.scratch.transformer import Transformer
+from interpose.dialects.transformer_lens.scratch.wiring import PointTable, anatomy_of
+from interpose.engine.model import Model
+from interpose.models import loading
+from interpose.models.discovery.anatomy import Anatomy
+from interpose.models.naming.tree import SemanticTree
+from interpose.models.transformer import TransformerModel
+from interpose.sites.tree import ModuleTree
+
+CONFIG, WEIGHTS = "hooked_transformer.json", "hooked_transformer.safetensors"
+
+
+class FromScratch(TransformerModel):
+    """What is different where the module is one of ours: sites and weights are its own, no probe finds them."""
+
+    @property
+    def is_from_scratch(self) -> bool:
+        """Whether the model was made from a config, rather than loaded with transformers."""
+        return isinstance(vars(self).get("module"), Transformer)
+
+    def _make_tree(self, module: nn.Module) -> ModuleTree:
+        if not isinstance(module, Transformer):
+            return super()._make_tree(module)
+        for name, part in module.named_modules():
+            if isinstance(part, Point):
+                part.belong(self, name)
+        return SemanticTree(module, lambda: PointTable(module))
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model."""
+        if self._anatomy is None and isinstance(self.module, Transformer):
+            self._anatomy = anatomy_of(self.module)
+        return super().anatomy
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_from_scratch:
+            return Model.__getattr__(self, name)  # blocks, embed and so on are the module's own
+        return super().__getattr__(name)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Save the model in a folder, for ``from_pretrained``; its tokenizer too."""
+        if isinstance(self.module, Transformer):
+            save(self.module, Path(folder))
+        else:
+            super().__getattr__("save_pretrained")(folder, **options)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+
+def build(
+    config: HookedTransformerConfig | dict[str, Any], tokenizer: Any, move_to_device: bool
+) -> tuple[Transformer, Any]:
+    """A module as a config says, and its tokenizer, if there is one.
+
+    Args:
+        config: the config, or its fields.
+        tokenizer: one to use; by default that of ``tokenizer_name``.
+        move_to_device: whether to put the module on the config's device.
+    """
+    cfg = copy.copy(HookedTransformerConfig.unwrap(config))  # each model has its own
+    if tokenizer is None and cfg.tokenizer_name is not None:
+        tokenizer = loading.tokenizer_of(cfg.tokenizer_name)
+        if tokenizer is None:
+            raise ValueError(f"no tokenizer was found for tokenizer_name={cfg.tokenizer_name!r}.")
+    if tokenizer is not None and cfg.d_vocab == -1:
+        cfg.d_vocab = max(tokenizer.get_vocab().values()) + 1
+        cfg.d_vocab_out = cfg.d_vocab if cfg.d_vocab_out == -1 else cfg.d_vocab_out
+    if cfg.d_vocab < 1:
+        raise ValueError("a model needs d_vocab, or a tokenizer to take it from.")
+    device = cfg.device
+    module = Transformer(cfg)
+    return (module.to(device) if move_to_device else module), tokenizer
+
+
+def save(module: Transformer, folder: Path) -> None:
+    """Write a config and weights to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {**module.cfg.to_dict(), "dtype": str(module.cfg.dtype), "device": None}
+    (folder / CONFIG).write_text(json.dumps(shown, indent=1))
+    weights: dict[str, Tensor] = {
+        name: value.contiguous() for name, value in module.state_dict().items()
+    }
+    save_file(weights, folder / WEIGHTS)
+
+
+def saved(name: str) -> bool:
+    """Whether a name is that of a folder with a model from scratch."""
+    return (Path(name).expanduser() / CONFIG).is_file()
+
+
+def read(name: str, device: Any = None, dtype: torch.dtype | str | None = None) -> Transformer:
+    """The module in a folder."""
+    folder = Path(name).expanduser()
+    shown = json.loads((folder / CONFIG).read_text())
+    cfg = HookedTransformerConfig.from_dict({**shown, "device": device, "init_weights": False})
+    module = Transformer(cfg)
+    cfg.init_weights = shown["init_weights"]
+    module.load_state_dict(load_file(folder / WEIGHTS))
+    wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return module.to(device=cfg.device, dtype=wanted)
