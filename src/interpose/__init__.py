@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from interpose.analysis.nan_guard import NaNGuard
     from interpose.analysis.shape_log import ShapeLog
     from interpose.analysis.statistics import Statistics, activation_statistics
-    from interpose.edits.basic import Edit, add, fill, noise, scale, zero
+    from interpose.edits.attention import knockout
+    from interpose.edits.basic import add, clamp, fill, noise, scale, zero
+    from interpose.edits.edit import Edit
+    from interpose.edits.reference import mean, patch, resample
+    from interpose.edits.saving import load_edits, save_edits
+    from interpose.edits.selector import at
+    from interpose.edits.subspace import Rotation, project_cap, project_out, rotate
     from interpose.engine.cache import Cache
     from interpose.engine.hooks import Controller, Detector, Hook, skip, torch_hook
     from interpose.engine.model import Model
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
         NeverFired,
         NonFinite,
         NothingMatched,
+        NothingSelected,
         SiteNotFound,
         StaleValue,
         Unsupported,
@@ -55,13 +62,31 @@ _HOMES = {
         "Statistics",
         "activation_statistics",
     ),
+    "interpose.edits.attention": ("knockout",),
     "interpose.edits.basic": (
-        "Edit",
         "add",
+        "clamp",
         "fill",
         "noise",
         "scale",
         "zero",
+    ),
+    "interpose.edits.edit": ("Edit",),
+    "interpose.edits.reference": (
+        "mean",
+        "patch",
+        "resample",
+    ),
+    "interpose.edits.saving": (
+        "load_edits",
+        "save_edits",
+    ),
+    "interpose.edits.selector": ("at",),
+    "interpose.edits.subspace": (
+        "Rotation",
+        "project_cap",
+        "project_out",
+        "rotate",
     ),
     "interpose.engine.cache": ("Cache",),
     "interpose.engine.hooks": (
@@ -85,6 +110,7 @@ _HOMES = {
         "NeverFired",
         "NonFinite",
         "NothingMatched",
+        "NothingSelected",
         "SiteNotFound",
         "StaleValue",
         "Unsupported",
@@ -134,7 +160,9 @@ __all__ = [
     "NeverFired",
     "NonFinite",
     "NothingMatched",
+    "NothingSelected",
     "Report",
+    "Rotation",
     "Rows",
     "ShapeLog",
     "Site",
@@ -146,15 +174,26 @@ __all__ = [
     "activation_statistics",
     "add",
     "adversarial",
+    "at",
+    "clamp",
     "clip_grad",
     "feature_maps",
     "fill",
     "gradient_health",
     "in_scope",
+    "knockout",
     "load",
+    "load_edits",
+    "mean",
     "noise",
     "noise_grad",
     "packed_rows",
+    "patch",
+    "project_cap",
+    "project_out",
+    "resample",
+    "rotate",
+    "save_edits",
     "scale",
     "scale_grad",
     "skip",

@@ -7,6 +7,7 @@ InterposeError
 ├── NeverFired        (RuntimeError)  a hook whose site was never reached
 ├── EditError         (ValueError)    an edit the model cannot take
 │   └── EditShapeError                its shape, dtype kind, device or container is wrong
+├── NothingSelected   (ValueError)    a selector that means no part of a value
 ├── NonFinite         (ValueError)    a value or gradient with NaN or Inf, where one was looked for
 ├── StaleValue        (RuntimeError)  a value kept without a copy was changed since
 ├── GradientError     (RuntimeError)  a gradient that cannot be had, or would be wrong
@@ -46,6 +47,10 @@ class EditError(InterposeError, ValueError):
 
 class EditShapeError(EditError):
     """An edit of the wrong shape, dtype kind, device or container."""
+
+
+class NothingSelected(InterposeError, ValueError):
+    """A selector that means no part of a value."""
 
 
 class NonFinite(InterposeError, ValueError):

@@ -695,7 +695,9 @@ def test_values_that_do_not_fit_name_the_edit_and_the_site() -> None:
             match=r"what it selects of 'blocks\.2\.hook_resid_pre' is \(1, 5, 192\)",
         ):
             model.run_with_hooks("The capital of France is", hooks=[edit])
-    with pytest.raises(TypeError, match="layer is one number"):
-        ip.zero("z", layer=[4, 5])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="get_token_position"):
-        ip.zero("z", layer=4, pos=" Paris")
+    with pytest.raises(TypeError, match="layer is a number, several, a slice or 'all'; got 'some'"):
+        ip.zero("z", layer="some")
+    with pytest.raises(ip.NothingSelected, match="' Paris' is not in row 0, whose tokens are"):
+        model.run_with_hooks(
+            "The capital of France is", hooks=[ip.zero("z", layer=4, pos=" Paris")]
+        )

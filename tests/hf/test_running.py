@@ -358,7 +358,7 @@ def test_edits_that_cannot_mean_anything_say_so() -> None:
         return str(caught.value)
 
     assert error(ip.zero("resid_pre", layer=0, head=1)) == (
-        "zero(('resid_pre', 0), layer=0, head=1): 'blocks.0.hook_resid_pre' has no axis of heads: "
+        "zero('resid_pre', layer=0, head=1): 'blocks.0.hook_resid_pre' has no axis of heads: "
         "it is ('batch', 'pos', 'd_model')."
     )
     assert error(ip.zero("z", layer=0, head=4)).endswith("'blocks.0.attn.hook_z' has 4 heads.")
@@ -370,7 +370,7 @@ def test_edits_that_cannot_mean_anything_say_so() -> None:
     with pytest.raises(ValueError, match="phase is 'prompt' or 'generated'"):
         ip.zero("z", phase="later")
     with pytest.raises(TypeError, match="a layer goes with a kind"):
-        ip.zero(["z"], layer=1)
+        ip.zero(None, layer=1)
 
 
 def test_positions_are_cut_along_the_axis_that_is_called_so() -> None:

@@ -1,135 +1,26 @@
-"""The edits that need nothing but the value itself.
+"""The edits that need nothing but the value itself and numbers.
 
-Each is a small frozen dataclass with one method: what it makes of a value. ``at`` narrows it to a
-part of the value, written as an index: ``at=(slice(None), 3)`` is ``value[:, 3]``; ``head`` to heads,
-``pos`` to positions in the text, ``phase`` to the prompt or to what is generated; ``layer`` goes with a
-kind of site: ``ip.zero("z", layer=3, head=5)``. Tensors move to the value's device and
-dtype by themselves. The same edit gives the same result each time, so that
-activation checkpointing may repeat it.
+Each is a small frozen dataclass with one method: what it makes of the selected part. The same edit
+gives the same result each time, so that activation checkpointing may repeat it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from interpose.edits.positions import Positions, heads_of, pos_axis, rows_of
-from interpose.engine.hooks import Controller
-from interpose.engine.points import HookPoint
-from interpose.errors import EditShapeError
-from interpose.sites.tree import Filter
-
-Value = float | Tensor
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Edit(Controller):
-    """A controller that is plain data: what it does is its fields."""
-
-    sites: Filter
-    at: Any = field(default=..., kw_only=True)
-    layer: int | None = field(default=None, kw_only=True)
-    head: int | Sequence[int] | None = field(default=None, kw_only=True)
-    pos: Positions | None = field(default=None, kw_only=True)
-    phase: str | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.phase not in (None, "prompt", "generated"):
-            raise ValueError(f"{self!r}: phase is 'prompt' or 'generated'.")
-        if isinstance(self.pos, str):
-            raise TypeError(
-                f"{self!r}: pos is a number; model.get_token_position({self.pos!r}, text) finds it."
-            )
-        if self.layer is not None:
-            if not isinstance(self.layer, int):
-                raise TypeError(f"{self!r}: layer is one number; give one edit for each layer.")
-            if not isinstance(self.sites, str):
-                raise TypeError(f"{self!r}: a layer goes with a kind of site, such as 'z'.")
-            vars(self)["sites"] = (self.sites, self.layer)
-
-    @property
-    def label(self) -> str:
-        """What errors call it: itself."""
-        return repr(self)
-
-    def new(self, part: Tensor, hook: HookPoint) -> Value:
-        """What takes the place of the selected part."""
-        raise NotImplementedError
-
-    def change(self, value: Tensor, hook: HookPoint) -> Tensor | None:
-        """Replace the selected part and leave the rest."""
-        chosen = []
-        if self.pos is not None or self.phase is not None:
-            axis = pos_axis(value, hook)
-            chosen.append((axis, rows_of(value.shape[axis], hook, self.pos, self.phase, self)))
-        if self.head is not None:
-            chosen.append(heads_of(value, hook, self.head, self))
-        if any(not len(rows) for _, rows in chosen):
-            return None
-        edit = self
-        given = getattr(self, "value", None)
-        if chosen and isinstance(given, Tensor) and given.shape == value.shape:
-            for axis, rows in chosen:
-                given = given.index_select(axis, rows.to(given.device))
-            edit = replace(self, value=given, sites="", layer=None)  # type: ignore[call-arg]
-        return edit._narrowed(value, hook, chosen)
-
-    def _narrowed(
-        self, value: Tensor, hook: HookPoint, chosen: Sequence[tuple[int, Tensor]]
-    ) -> Tensor:
-        """The value with the chosen rows of some axes changed."""
-        if not chosen:
-            return self._changed(value, hook)
-        (axis, rows), *rest = chosen
-        rows = rows.to(value.device)
-        part = self._narrowed(value.index_select(axis, rows), hook, rest)
-        return value.index_copy(axis, rows, part)
-
-    def _changed(self, value: Tensor, hook: HookPoint) -> Tensor:
-        part = value[self.at]
-        if part.numel() == 0:
-            raise ValueError(
-                f"{self!r} selects nothing of {hook.name!r}, which is {tuple(value.shape)}."
-            )
-        self._must_fit(getattr(self, "value", getattr(self, "by", None)), part, hook)
-        new = self.new(part, hook)
-        self._must_fit(new, part, hook)
-        value[self.at] = new
-        return value
-
-    def _must_fit(self, given: Any, part: Tensor, hook: HookPoint) -> None:
-        if isinstance(given, Tensor) and not _fits(given.shape, part.shape):
-            raise EditShapeError(
-                f"{self!r} has a value of shape {tuple(given.shape)}; what it selects of "
-                f"{hook.name!r} is {tuple(part.shape)}."
-            )
-
-
-def _fits(shape: torch.Size, place: torch.Size) -> bool:
-    """Whether a tensor can be written to a place, repeated where it has size one or no axis."""
-    return len(shape) <= len(place) and all(
-        size in (1, room) for size, room in zip(reversed(shape), reversed(place))
-    )
-
-
-def _like(what: Value, part: Tensor) -> Value:
-    if isinstance(what, Tensor):
-        return what.to(device=part.device, dtype=part.dtype)
-    if not isinstance(what, (int, float, complex)):
-        raise TypeError(f"an edit takes a number or a tensor; got {type(what).__name__}.")
-    return what
+from interpose.edits.edit import Edit, Spot, Value
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class zero(Edit):
-    """Set values to zero: ``ip.zero("layer2")``, or one channel with ``at=(slice(None), 3)``."""
+    """Set values to zero: ``ip.zero("layer2")``, or one head with ``ip.zero("z", layer=3, head=5)``."""
 
-    def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
+    def new(self, part: Tensor, spot: Spot) -> Any:  # noqa: ARG002
         """Zero."""
         return 0
 
@@ -140,20 +31,23 @@ class fill(Edit):
 
     value: Value
 
-    def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
+    def new(self, part: Tensor, spot: Spot) -> Any:  # noqa: ARG002
         """The given value."""
-        return _like(self.value, part)
+        return spot.given(self.value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class add(Edit):
-    """Add a number or a tensor: ``ip.add("fc1", direction)``."""
+    """Add a number or a tensor: ``ip.add("resid_post", direction, layer=4)``.
+
+    A mapping from site names to tensors adds to each site its own.
+    """
 
     value: Value
 
-    def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
+    def new(self, part: Tensor, spot: Spot) -> Any:
         """The sum."""
-        return part + _like(self.value, part)
+        return part + spot.given(self.value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,9 +56,32 @@ class scale(Edit):
 
     by: Value
 
-    def new(self, part: Tensor, hook: HookPoint) -> Value:  # noqa: ARG002
+    def new(self, part: Tensor, spot: Spot) -> Any:
         """The product."""
-        return part * _like(self.by, part)
+        return part * spot.given(self.by)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class clamp(Edit):
+    """Keep values between two bounds, of which one may be missing: ``ip.clamp("post", max=3.0)``."""
+
+    min: Value | None = None
+    max: Value | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min is None and self.max is None:
+            raise TypeError(f"{self!r}: say min, max or both.")
+
+    def new(self, part: Tensor, spot: Spot) -> Any:
+        """The value, or the bound that it would pass."""
+        bounds = [None if bound is None else spot.given(bound) for bound in (self.min, self.max)]
+        if any(isinstance(bound, Tensor) for bound in bounds):
+            bounds = [
+                bound if bound is None else torch.as_tensor(bound, dtype=part.dtype).to(part.device)
+                for bound in bounds
+            ]
+        return torch.clamp(part, *bounds)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,17 +89,31 @@ class noise(Edit):
     """Add Gaussian noise: ``ip.noise("fc1", 0.1, seed=0)``.
 
     With a seed, each site gets noise of its own, the same in every run. Without one it is drawn
-    from torch's random state.
+    from torch's random state. While text is generated each position has noise of its own, the same with
+    and without a KV cache.
     """
 
     std: float
     seed: int | None = field(default=None, kw_only=True)
 
-    def new(self, part: Tensor, hook: HookPoint) -> Value:
+    def new(self, part: Tensor, spot: Spot) -> Any:
         """The value plus noise."""
-        generator = None
-        if self.seed is not None:
-            generator = torch.Generator(part.device)
-            generator.manual_seed(self.seed + zlib.crc32(hook.canonical.encode()))
-        drawn = torch.randn(part.shape, generator=generator, device=part.device, dtype=part.dtype)
-        return part + self.std * drawn
+        if self.seed is None:
+            drawn = torch.randn(part.shape, device=part.device, dtype=part.dtype)
+            return part + self.std * drawn
+        seed = self.seed + zlib.crc32(spot.hook.canonical.encode())
+        hook, axis = spot.hook, spot.block.pos
+        if axis is None or (hook.prompt is None and not hook.offset):
+            return part + self.std * _drawn(part.shape, seed, part)
+        sizes = list(spot.whole.shape)
+        length = sizes.pop(axis)
+        lines = [
+            _drawn(sizes, seed + 1_000_003 * (hook.offset + place), part) for place in range(length)
+        ]
+        return part + self.std * spot.cut(torch.stack(lines, axis))
+
+
+def _drawn(shape: Any, seed: int, like: Tensor) -> Tensor:
+    generator = torch.Generator(like.device)
+    generator.manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)

@@ -1,16 +1,51 @@
-"""Which rows of a value belong to positions in the text, the same whether a KV cache is used or not."""
+"""Which places along an axis are meant, the same whether a KV cache is used or not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from interpose.edits import texts
 from interpose.engine.points import HookPoint
 
-Positions = int | slice | Sequence[int] | Tensor
-"""Positions in the whole text, counted from its first token (from the end, if negative)."""
+
+class Window(NamedTuple):
+    """The positions that an axis of a value holds: ``length`` of them, the first being ``first``."""
+
+    first: int
+    length: int
+    offset: int
+    prompt: int | None
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + self.length
+
+    @property
+    def total(self) -> int:
+        """What negative numbers count from: the end of the prompt, if text is being generated."""
+        return self.end if self.prompt is None else self.prompt
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this is the whole text, so that what is not here is nowhere."""
+        return self.prompt is None and self.offset == 0
+
+
+class Chosen(NamedTuple):
+    """Places along an axis, in ascending order, and which of the selected positions each one is.
+
+    ``ordinal`` counts them as they were given, ``rank`` in ascending order; ``total`` is how many there
+    are in the whole text, if that is known.
+    """
+
+    places: Tensor
+    ordinal: Tensor
+    rank: Tensor
+    total: int | None
 
 
 def pos_axis(value: Tensor, hook: HookPoint) -> int:
@@ -26,50 +61,87 @@ def pos_axis(value: Tensor, hook: HookPoint) -> int:
     return 1
 
 
-def rows_of(
-    length: int, hook: HookPoint, pos: Positions | None, phase: str | None, edit: object
-) -> Tensor:
-    """The rows of a value of some length that are at given positions and in a given phase."""
-    first, end = hook.offset, hook.offset + length
-    here = torch.arange(first, end)
-    chosen = torch.ones(length, dtype=torch.bool)
-    if phase is not None:
-        if hook.prompt is None and (phase == "generated" or hook.offset):
-            raise ValueError(
-                f"{edit!r}: which positions are the prompt's is known inside model.generate only."
+def places(given: Any, count: int, what: str, label: str, name: str) -> Tensor:
+    """Places along an axis of some size: ascending, each once."""
+    if isinstance(given, slice):
+        return torch.arange(count, device="cpu")[given]
+    wanted = torch.as_tensor(given, device="cpu").reshape(-1)
+    if wanted.dtype == torch.bool:
+        if len(wanted) != count:
+            raise IndexError(
+                f"{label}: a mask of {len(wanted)} {what}; {name!r} has {count} {what}."
             )
-        prompt = end if hook.prompt is None else hook.prompt
-        chosen &= (here < prompt) if phase == "prompt" else (here >= prompt)
-    if pos is not None:
-        chosen &= torch.isin(here, _absolute(pos, hook, end, edit))
-    return chosen.nonzero().flatten()
+        return wanted.nonzero().flatten()
+    if bool(((wanted >= count) | (wanted < -count)).any()):
+        raise IndexError(f"{label}: {name!r} has {count} {what}.")
+    found: Tensor = torch.unique(wanted % count)
+    return found
 
 
-def _absolute(pos: Positions, hook: HookPoint, end: int, edit: object) -> Tensor:
-    total = end if hook.prompt is None else hook.prompt
+def wanted_positions(
+    where: Any, pos: Any, window: Window, hook: HookPoint, value: Tensor, batch: int
+) -> Tensor | list[Tensor]:
+    """The positions that are meant, in the order they were given; a list of them if rows differ."""
+    if pos is None:
+        return torch.arange(window.first, window.end, device="cpu")
     if isinstance(pos, slice):
-        stop = pos.stop if pos.stop is not None else max(end, total)
-        start = pos.start or 0
-        start, stop = (total + bound if bound < 0 else bound for bound in (start, stop))
-        return torch.arange(int(start), int(stop), int(pos.step or 1))
-    wanted = torch.as_tensor(pos).reshape(-1)
-    wanted = torch.where(wanted < 0, wanted + total, wanted)
-    if hook.prompt is None and hook.offset == 0 and bool(((wanted >= end) | (wanted < 0)).any()):
-        raise IndexError(f"{edit!r}: {hook.name!r} has {end} positions here.")
+        bounds = [
+            bound if bound is None or bound >= 0 else max(0, bound + window.total)
+            for bound in (pos.start, pos.stop)
+        ]
+        # What is not here may still come, unless this is all of the text.
+        known = [window.end] if window.is_all else [window.end, window.total, *bounds]
+        line = range(max(bound for bound in known if bound is not None))
+        return torch.tensor(
+            line[slice(bounds[0], bounds[1], pos.step)], dtype=torch.long, device="cpu"
+        )
+    if texts.is_text(pos):
+        said = [pos] if isinstance(pos, str) else list(pos)
+        return texts.by_row(where, said, window, hook, value, batch)
+    wanted = torch.as_tensor(pos, device="cpu")
+    if wanted.dtype == torch.bool:
+        return _masked(where, wanted, window, hook, batch)
+    if wanted.is_floating_point():
+        raise TypeError(f"{where.label}: positions are whole numbers; got {pos!r}.")
+    wanted = wanted.reshape(-1)
+    wanted = torch.where(wanted < 0, wanted + window.total, wanted)
+    if window.is_all and bool(((wanted >= window.end) | (wanted < 0)).any()):
+        raise IndexError(f"{where.label}: {hook.name!r} has {window.end} positions here.")
     return wanted
 
 
-def heads_of(
-    value: Tensor, hook: HookPoint, head: int | Sequence[int], edit: object
-) -> tuple[int, Tensor]:
-    """The axis of heads, and the chosen ones."""
-    if "head" not in hook.axes:
-        raise ValueError(
-            f"{edit!r}: {hook.name!r} has no axis of heads: it is {hook.axes or tuple(value.shape)}."
+def _masked(
+    where: Any, mask: Tensor, window: Window, hook: HookPoint, batch: int
+) -> Tensor | list[Tensor]:
+    fits = mask.shape[-1] == window.total or window.offset > 0
+    if not fits or mask.ndim not in (1, 2) or (mask.ndim == 2 and mask.shape[0] not in (1, batch)):
+        raise IndexError(
+            f"{where.label}: a mask of shape {tuple(mask.shape)}; {hook.name!r} has {batch} rows of "
+            f"{window.total} positions."
         )
-    axis = hook.axes.index("head")
-    count = value.shape[axis]
-    wanted = torch.as_tensor(head).reshape(-1)
-    if bool(((wanted >= count) | (wanted < -count)).any()):
-        raise IndexError(f"{edit!r}: {hook.name!r} has {count} heads.")
-    return axis, wanted % count
+    if mask.ndim == 1 or mask.shape[0] == 1:
+        return mask.reshape(-1).nonzero().flatten()
+    return [row.nonzero().flatten() for row in mask]
+
+
+def choose(
+    wanted: Tensor, gone: Tensor | None, window: Window, where: Any, *, counted: bool
+) -> Chosen:
+    """Of the positions that are meant, those that are here: in the right phase and not excluded."""
+    if where.phase is not None:
+        if window.prompt is None and (where.phase == "generated" or window.offset):
+            raise ValueError(
+                f"{where.label}: which positions are the prompt's is known inside model.generate only."
+            )
+        wanted = wanted[
+            wanted < window.total if where.phase == "prompt" else wanted >= window.total
+        ]
+    if gone is not None:
+        wanted = wanted[~torch.isin(wanted, gone)]
+    each, ordinal = torch.sort(wanted, stable=True)
+    fresh = torch.ones_like(each, dtype=torch.bool)
+    fresh[1:] = each[1:] != each[:-1]
+    each, ordinal = each[fresh], ordinal[fresh]
+    rank = ((each >= window.first) & (each < window.end)).nonzero().flatten()
+    total = len(each) if counted else None
+    return Chosen(each[rank] - window.first, ordinal[rank], rank, total)

@@ -124,6 +124,7 @@ class CaptureRun(Scope):
         self.grads: list[Kept] = []
         sites = model.tree.select(wanted)
         hurry = cut.whole and not (stop or gradients or torch.is_inference_mode_enabled())
+        hurry = hurry and all(site.part is None for site, _ in sites)
         reads = Reads(_CACHE, self) if hurry else Binding(_CACHE, "fwd")
         found: list[Any] = [
             Read(self, site, outright)
@@ -187,15 +188,10 @@ class CaptureRun(Scope):
 
     def _keep_grad(self, site: Site) -> Callable[[Tensor, HookPoint], None]:
         def keep(grad: Tensor, point: HookPoint) -> None:
-            self.grads.append(
-                Kept(
-                    site,
-                    point.name,
-                    point.call,
-                    (),
-                    self.cut(grad, f"{point.name}_grad", site.axes),
-                )
-            )
+            part = point.selected(grad)
+            if part is not None:
+                part = self.cut(part, f"{point.name}_grad", site.axes)
+                self.grads.append(Kept(site, point.name, point.call, (), part))
 
         return keep
 

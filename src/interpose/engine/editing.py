@@ -36,8 +36,11 @@ class Editing(Listener):
                 raise Unsupported(
                     f"{name!r} is a sparse or nested tensor: it can be cached, not hooked."
                 )
+            point = self.point(call, name)
             self.fired += 1
-            new = self._run(value, self.point(call, name))
+            new = self._run(value, point)
+            self.idle = point.idle
+            self.fired -= bool(point.idle)
             if new is not value:
                 self.put(call, leaf, value, new)
                 self._beware_of_checkpoint(call, new)

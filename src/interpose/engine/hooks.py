@@ -128,11 +128,11 @@ class Detector(Hook):
 
     def on_value(self, value: Tensor, hook: HookPoint) -> None:
         """Read; what it returns is an error."""
-        _no_return(self, self.read(value, hook), hook)  # type: ignore[func-returns-value]
+        _no_return(self, self.read, value, hook)
 
     def on_grad(self, grad: Tensor, hook: HookPoint) -> None:
         """Read; what it returns is an error."""
-        _no_return(self, self.read_grad(grad, hook), hook)  # type: ignore[func-returns-value]
+        _no_return(self, self.read_grad, grad, hook)
 
 
 class Controller(Hook):
@@ -156,11 +156,11 @@ class Controller(Hook):
 
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Change a value."""
-        return self.change(value, hook)
+        return _on_part(self.change, value, hook)
 
     def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
         """Change a gradient."""
-        return self.change_grad(grad, hook)
+        return _on_part(self.change_grad, grad, hook)
 
 
 class FunctionHook(Hook):
@@ -183,14 +183,15 @@ class FunctionHook(Hook):
 
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Call the function."""
-        changed: Tensor | None = self._call(value, hook)
-        return changed
+        return _on_part(self._call, value, hook)
 
     def on_grad(self, grad: Tensor, hook: HookPoint) -> Tensor | None:
         """Call the function; a one-element tuple, as torch's backward hooks return, is unwrapped."""
+        return _on_part(self._call_for_grad, grad, hook)
+
+    def _call_for_grad(self, grad: Tensor, hook: HookPoint) -> Any:
         made: Any = self._call(grad, hook)
-        changed: Tensor | None = made[0] if isinstance(made, tuple) and len(made) == 1 else made
-        return changed
+        return made[0] if isinstance(made, tuple) and len(made) == 1 else made
 
 
 class Engine(Hook):
@@ -323,6 +324,15 @@ def checked_direction(text: str) -> str:
     return text
 
 
+def _on_part(function: Callable[..., Any], value: Tensor, hook: HookPoint) -> Tensor | None:
+    """Call a function with the part of a value that a selector means, and put back what it makes."""
+    part = hook.selected(value)
+    made: Tensor | None = None if part is None else function(part, hook)
+    if hook.part is not None and part is not None:
+        made = hook.part.put(value, part if made is None else made, hook)
+    return made
+
+
 def _label_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
@@ -375,7 +385,9 @@ def _overridden(hook: Hook, parent: type[Hook], **methods: str) -> tuple[str, ..
     return found
 
 
-def _no_return(hook: Hook, returned: object, point: HookPoint) -> None:
+def _no_return(hook: Hook, function: Callable[..., Any], value: Tensor, point: HookPoint) -> None:
+    part = point.selected(value)
+    returned = None if part is None else function(part, point)
     if returned is not None:
         raise TypeError(
             f"{hook.label} is a Detector and returned a {type(returned).__name__} at "

@@ -62,6 +62,7 @@ class Listener:
         self.most_calls = 0
         self.missed = 0
         self.fired = 0
+        self.idle = ""
         self.removed = False
         self.switched_on = False
         self.shape_noted = False
@@ -158,8 +159,8 @@ class Listener:
         """The second argument of a hook function."""
         site, frame = self.site, frame_of(self.root)
         # The frame itself would keep every graph alive: gradient hooks hold points, it holds tensors.
-        where = (call.module, call.index, site.axes, frame.offset, frame.prompt)
-        return HookPoint(self.model, name, site.canonical, *where)
+        where = (call.module, call.index, site.axes, frame.offset, frame.prompt, frame.given)
+        return HookPoint(self.model, name, site.canonical, *where, site.part)
 
 
 class FrameStart(Listener):
@@ -175,7 +176,7 @@ class FrameStart(Listener):
             if frame.depth == 0 or calls_under_way(self.root) == 1:
                 # Not counting on `depth` alone: a forward that raised left it as it was.
                 frame = Frame()
-                frame.offset, frame.prompt = self.model.whereabouts(call.value)
+                frame.begin(self.model, call.value)
                 set_frame(self.root, frame)
             frame.depth += 1
 
@@ -245,11 +246,17 @@ class Capturing(Listener):
             return
         for leaf, value, name in self.tensors(call):
             self.fired += 1
-            shared = (self.sink, leaf, self.site.lens)
+            shared = (self.sink, leaf, self.site.lens, self.site.part)
             part = call.shared.get(shared)
             if part is None:
+                point = self.point(call, name)
+                cut = point.selected(value)
+                self.idle = point.idle
+                if cut is None:
+                    self.fired -= 1
+                    continue
                 # Names of one site share one copy.
-                part = call.shared[shared] = self.sink.cut(value, name, self.site.axes)
+                part = call.shared[shared] = self.sink.cut(cut, name, self.site.axes)
             self.sink.keep(self.site, name, call.index, leaf, part)
         self.sink.done(self)
 

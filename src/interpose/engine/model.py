@@ -23,6 +23,7 @@ from interpose.engine.scope import Scope, frames
 from interpose.engine.standing import HookItem, StandingHooks
 from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree
+from interpose.taps.context import frame_of
 
 
 class Model(StandingHooks):
@@ -72,6 +73,7 @@ class Model(StandingHooks):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with whatever hooks are in scope."""
+        frame_of(self.root).begin(self, kwargs)  # a single run has no hooks on the root for this
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from interpose.engine.hooks import Hook
 from interpose.errors import SiteNotFound
@@ -22,9 +22,13 @@ class HookPoint:
     cannot be known). ``axes`` are the names of the value's axes, where they are known.
     ``offset`` is the position of the value's first token in the whole text: more than 0 after a KV
     cache. ``prompt`` is how many positions belong to the prompt, while text is being generated.
+    ``given`` has the tokens and masks of the forward pass, by their names (``input_ids``).
     """
 
-    __slots__ = ("axes", "call", "canonical", "model", "module", "name", "offset", "prompt")
+    __slots__ = (
+        "axes", "call", "canonical", "given", "idle", "model", "module", "name", "offset", "part",
+        "prompt",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -36,6 +40,8 @@ class HookPoint:
         axes: tuple[str, ...] = (),
         offset: int = 0,
         prompt: int | None = None,
+        given: dict[str, Any] | None = None,
+        part: Any = None,
     ) -> None:
         self.model = model
         self.name = name
@@ -45,6 +51,13 @@ class HookPoint:
         self.axes = axes
         self.offset = offset
         self.prompt = prompt
+        self.given = {} if given is None else given
+        self.part = part
+        self.idle = ""  # why a selector or an edit found nothing of its own here
+
+    def selected(self, value: Tensor) -> Tensor | None:
+        """The part of a value that the hook's selector means; None if there is none in this pass."""
+        return value if self.part is None else self.part.cut(value, self)
 
     @property
     def ctx(self) -> dict[Any, Any]:

@@ -31,6 +31,8 @@ class Piece(NamedTuple):
     tensor: Tensor
     generated: bool = False
     """Whether it was made while text was being generated."""
+    length: int | None = None
+    """How many positions its forward pass had, where only a part of the value is kept."""
 
 
 class Recording(Scope):
@@ -74,7 +76,9 @@ class Recording(Scope):
     ) -> None:
         """Take one value."""
         frame = frame_of(self.model.root)
-        piece = Piece(site, leaf, frame.offset, part, frame.prompt is not None)
+        tokens = None if site.part is None else frame.given.get("input_ids")
+        length = None if tokens is None else tokens.shape[-1]
+        piece = Piece(site, leaf, frame.offset, part, frame.prompt is not None, length)
         self.pieces.setdefault(name, []).append(piece)
 
     def done(self, listener: Capturing) -> None:
@@ -110,8 +114,8 @@ def joined(pieces: Sequence[Piece]) -> list[Tensor]:
 
 def _is_next(before: list[Piece], after: Piece, axis: int) -> bool:
     """Whether a pass is the next step of generating a text, over all of it."""
-    longer = after.tensor.shape[axis] == before[0].tensor.shape[axis] + 1
-    return after.generated and len(before) == 1 and longer
+    lengths = [piece.length or piece.tensor.shape[axis] for piece in (before[0], after)]
+    return after.generated and len(before) == 1 and lengths[1] == lengths[0] + 1
 
 
 def _cat(parts: list[Piece], axis: int | None, axes: tuple[str, ...]) -> Tensor:

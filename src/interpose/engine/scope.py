@@ -70,6 +70,8 @@ def bind(
     for direction in hook.directions():
         binding = Binding(hook, direction)
         for site, outright in sites:
+            if site.part is not None and isinstance(hook, (skip, TorchHook)):
+                raise TypeError(f"{hook.label} takes whole values; got {site.part!r}.")
             about: dict[str, Any] = {"model": model, "site": site, "scope": scope}
             about["outright"] = outright
             listener: Listener
@@ -176,9 +178,7 @@ class Scope:
     def forward(self, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
         """Make the one call of a single run; ``given`` are its keyword arguments."""
         self._forwards += 1
-        if given:
-            frame = context.frame_of(self.model.root)
-            frame.offset, frame.prompt = self.model.whereabouts(given)
+        context.frame_of(self.model.root).begin(self.model, given)
         output = call()
         guard_output(self.model.root, output)
         return output
@@ -200,6 +200,8 @@ class Scope:
         site, missed, calls = silent.site, silent.missed, silent.most_calls
         what = f"{binding.hook.label} at {site.name!r} never fired"
         kind = type(site.module).__name__
+        if getattr(silent, "idle", ""):
+            return f"{what}: {silent.idle}"
         if missed:
             return (
                 f"{what}: {kind} was called {missed} times, but outside this scope (in another "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class Site:
     ``name`` is the name it was asked by, ``canonical`` the one that all its ``aliases`` share.
     Sites of transformers also have a ``kind`` (``z``), a ``layer``, named ``axes`` and a sentence
     ``about`` them; those not ``primary`` are kept only when named.
+    ``part`` is the selector that means a part of the value, if one does.
     ``shape``, ``dtype`` and ``calls`` (how often its module was called in a forward pass) are known
     after a run or `Model.scan`.
     """
@@ -47,6 +48,7 @@ class Site:
     lens: Lens | None = None
     switch: Switch | None = None
     primary: bool = True
+    part: Any = None
     about: str = ""
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
@@ -71,7 +73,14 @@ class Site:
         return self.name
 
 
-Filter = str | re.Pattern[str] | Callable[[str], bool] | Site | Iterable[object] | None
+class Selector(Protocol):
+    """What finds its own sites, each with whether it was named outright: `ip.at`."""
+
+    def select_in(self, tree: Any) -> list[tuple[Site, bool]]:
+        """Its sites in a model."""
+
+
+Filter = str | re.Pattern[str] | Callable[[str], bool] | Site | Iterable[object] | Selector | None
 """What selects sites: None for all outputs, a name, a glob, a regex, a callable on names, a list of these."""
 
 
@@ -221,6 +230,8 @@ class ModuleTree:
             return [(self.place(path, module), False) for path, module in self.modules()]
         if isinstance(wanted, Site):
             return [(wanted, True)]
+        if hasattr(wanted, "select_in"):  # a selector
+            return wanted.select_in(self)  # type: ignore[no-any-return]
         if isinstance(wanted, nn.Module):
             inner = _unwrapped(wanted)
             for path, module in self.modules():
@@ -244,7 +255,7 @@ class ModuleTree:
                     found[part] = self.site(part), True
                     continue
                 for site, outright in self.select(part):
-                    found.setdefault(site.name, (site, outright))
+                    join(found, site, outright)
             if not found:
                 raise NothingMatched(
                     f"an empty list selects no site in {self.label}. Use None for all sites."
@@ -319,6 +330,12 @@ def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
     if not taken or tail.call is not None or tail == OUTPUT:
         return f"{path}{tail}"
     return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
+
+
+def join(found: dict[str, tuple[Site, bool]], site: Site, outright: bool) -> None:
+    """Add a site to those found so far, each once; two parts of one value have no names apart."""
+    if found.setdefault(site.name, (site, outright))[0].part is not site.part:
+        raise AmbiguousSite(f"two selections of {site.name!r} in one list; select both with one.")
 
 
 def several_tensors(site: Site, leaves: list[tuple[Key, ...]]) -> AmbiguousSite:

@@ -29,17 +29,13 @@ class Frame:
     ``edited_under_checkpoint``: listeners whose edits a checkpoint will have to repeat in the
     backward pass. ``must_not_change``: tensors that nobody may write to any more, with their
     versions and sites. ``offset``: how many positions a KV cache holds before this pass's first;
-    ``prompt``: how many belong to the prompt, if text is being generated.
+    ``prompt``: how many belong to the prompt, if text is being generated. ``given``: the tokens and
+    masks of the pass, by their names.
     """
 
     __slots__ = (
-        "counts",
-        "depth",
-        "edited_under_checkpoint",
-        "must_not_change",
-        "offset",
-        "prompt",
-    )
+        "counts", "depth", "edited_under_checkpoint", "given", "must_not_change", "offset", "prompt",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
@@ -48,6 +44,15 @@ class Frame:
         self.must_not_change: list[tuple[Any, int, str]] = []
         self.offset = 0
         self.prompt: int | None = None
+        self.given: dict[str, Any] = {}
+
+    def begin(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        """Note what is known of a pass from what the root is given."""
+        self.offset, self.prompt = model.whereabouts(arguments)
+        self.given = {name: arguments[name] for name in _TEXT if arguments.get(name) is not None}
+
+
+_TEXT = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 
 
 class Context:

@@ -44,17 +44,9 @@ class Call:
     """
 
     __slots__ = (
-        "before",
-        "changed",
-        "given",
-        "index",
-        "lent",
-        "module",
-        "recomputed",
-        "root",
-        "shared",
+        "before", "changed", "given", "index", "lent", "module", "recomputed", "root", "shared",
         "value",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

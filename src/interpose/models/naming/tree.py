@@ -15,7 +15,7 @@ from interpose.models.naming import names
 from interpose.models.naming.table import Table
 from interpose.sites.grammar import Tail, compile_glob, is_glob
 from interpose.sites.suggest import explain_missing
-from interpose.sites.tree import ModuleTree, Site
+from interpose.sites.tree import ModuleTree, Site, join
 
 
 class SemanticTree(ModuleTree):
@@ -147,7 +147,7 @@ class SemanticTree(ModuleTree):
             found: dict[str, tuple[Site, bool]] = {}
             for part in wanted:
                 for site, outright in self.select(part):
-                    found.setdefault(site.name, (site, outright))
+                    join(found, site, outright)
             if not found:
                 return super().select([])
             return list(found.values())
