@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dialects.transformer_lens.test_studies import STUDIES
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -70,7 +72,12 @@ def test_a_wrong_output_in_a_page_is_found() -> None:
     assert (code.strip(), printed) == ("print(1 + 1)", "3\n")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+# The studies are run, once each, by the test that looks at what they find.
+@pytest.mark.parametrize(
+    "example",
+    [example for example in EXAMPLES if example.name not in STUDIES],
+    ids=lambda example: example.name,
+)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example), str(tmp_path)],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from interpose.errors import EditError
 from interpose.sites.tree import Site
 
 VERSION = 1
+_HOMES = ("attention", "basic", "reference", "selector", "subspace")
 _KINDS: dict[str, type[Saved]] = {}
 _SMALL = 16
 """Tensors of so many numbers are written out in Python expressions."""
@@ -60,6 +62,8 @@ class Saved:
         """What `to_dict` wrote, of whatever type it was."""
         words = dict(data)
         name = words.pop("type", None)
+        for module in _HOMES:
+            importlib.import_module(f"interpose.edits.{module}")
         kind = _KINDS.get(name) if isinstance(name, str) else None
         if kind is None or not issubclass(kind, cls):
             known = ", ".join(sorted(n for n, k in _KINDS.items() if issubclass(k, cls)))

@@ -35,7 +35,7 @@ _HOME_OF = {
     "SVDInterpreter": "svd_interpreter",
     "TransformerBridge": "hooked_transformer",
 }
-_MODULES = ("evals", "head_detector", "hook_points", "patching", "utilities", "utils")
+_MODULES = ("evals", "head_detector", "hook_points", "patching", "train", "utilities", "utils")
 
 
 def __getattr__(name: str) -> Any:
@@ -67,6 +67,7 @@ __all__ = [
     "head_detector",
     "hook_points",
     "patching",
+    "train",
     "utilities",
     "utils",
 ]
