@@ -22,7 +22,9 @@ LAYERS = [
     "engine",
     "models",
     "edits",
+    "sweeps",
     "analysis",
+    "experiments",
     "cli",
     "dialects",
 ]

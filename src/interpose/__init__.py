@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from interpose.engine.points import Handle, HookPoint
     from interpose.errors import (
         AmbiguousSite,
+        Cancelled,
         EditError,
         EditShapeError,
         GradientError,
@@ -36,12 +37,17 @@ if TYPE_CHECKING:
         StaleValue,
         Unsupported,
     )
+    from interpose.experiments.experiment import Experiment
+    from interpose.experiments.measure import Measured, measure
     from interpose.models.loading import load, wrap
     from interpose.models.proofs.report import Report
     from interpose.models.running.batch_result import BatchResult, Rows
     from interpose.models.running.packed import packed_rows
     from interpose.models.transformer import TransformerModel
     from interpose.sites.tree import Site
+    from interpose.sweeps import metrics
+    from interpose.sweeps.result import SweepResult
+    from interpose.sweeps.sweep import sweep
     from interpose.taps.context import in_scope
 
 __version__ = "0.1.0.dev0"
@@ -103,6 +109,7 @@ _HOMES = {
     ),
     "interpose.errors": (
         "AmbiguousSite",
+        "Cancelled",
         "EditError",
         "EditShapeError",
         "GradientError",
@@ -115,6 +122,8 @@ _HOMES = {
         "StaleValue",
         "Unsupported",
     ),
+    "interpose.experiments.experiment": ("Experiment",),
+    "interpose.experiments.measure": ("Measured", "measure"),
     "interpose.models.running.batch_result": ("BatchResult", "Rows"),
     "interpose.models.running.packed": ("packed_rows",),
     "interpose.models.loading": (
@@ -124,6 +133,9 @@ _HOMES = {
     "interpose.models.proofs.report": ("Report",),
     "interpose.models.transformer": ("TransformerModel",),
     "interpose.sites.tree": ("Site",),
+    "interpose.sweeps": ("metrics",),
+    "interpose.sweeps.result": ("SweepResult",),
+    "interpose.sweeps.sweep": ("sweep",),
     "interpose.taps.context": ("in_scope",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -145,16 +157,19 @@ __all__ = [
     "AmbiguousSite",
     "BatchResult",
     "Cache",
+    "Cancelled",
     "Controller",
     "Detector",
     "Edit",
     "EditError",
     "EditShapeError",
+    "Experiment",
     "GradientError",
     "Handle",
     "Hook",
     "HookPoint",
     "InterposeError",
+    "Measured",
     "Model",
     "NaNGuard",
     "NeverFired",
@@ -169,6 +184,7 @@ __all__ = [
     "SiteNotFound",
     "StaleValue",
     "Statistics",
+    "SweepResult",
     "TransformerModel",
     "Unsupported",
     "activation_statistics",
@@ -185,6 +201,8 @@ __all__ = [
     "load",
     "load_edits",
     "mean",
+    "measure",
+    "metrics",
     "noise",
     "noise_grad",
     "packed_rows",
@@ -197,6 +215,7 @@ __all__ = [
     "scale",
     "scale_grad",
     "skip",
+    "sweep",
     "torch_hook",
     "wrap",
     "zero",

@@ -65,5 +65,9 @@ class GradientError(InterposeError, RuntimeError):
     """A gradient that cannot be had, or that would be wrong."""
 
 
+class Cancelled(InterposeError, RuntimeError):
+    """A long job that was told to end. Nothing of it is left on the model."""
+
+
 class Unsupported(InterposeError, TypeError):
     """A module or a value that cannot be hooked."""

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from interpose.errors import InterposeError
+
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
 
@@ -22,10 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = given.run(given)
-    except (OSError, ValueError, LookupError, AttributeError, ModuleNotFoundError) as error:
+    except (InterposeError, *_MISTAKES) as error:
         sys.stderr.write(f"interpose {given.command}: {error}\n")
         return 2
     return status
+
+
+_MISTAKES = (OSError, ValueError, LookupError, AttributeError, ModuleNotFoundError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +54,40 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
         command.add_argument("--json", action="store_true", help="print JSON")
     sites.add_argument("pattern", nargs="?", help="only names that match, such as 'blocks.0.**'")
+    run = commands.add_parser("run", help="run an experiment from its file")
+    run.set_defaults(run=_run)
+    run.add_argument("experiment", help="what ip.Experiment.save wrote")
+    run.add_argument("--python", action="store_true", help="print a script that does the same")
+    run.add_argument("--html", help="also write the result as a page")
+    run.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
+    _add_sweep(commands.add_parser("sweep", help="change a model at one place after another"))
     return parser
+
+
+def _add_sweep(sweep: argparse.ArgumentParser) -> None:
+    sweep.set_defaults(run=_sweep)
+    sweep.add_argument("--model", default="pocket", help="a folder, or a name on a hub")
+    sweep.add_argument("--clean", nargs="+", metavar="TEXT", help="one text or several")
+    sweep.add_argument("--corrupt", nargs="+", metavar="TEXT", help="of as many tokens each")
+    sweep.add_argument("--site", default="resid_pre", help="such as resid_pre, z, attn_out,mlp_out")
+    sweep.add_argument("--over", default="layer,pos", help="of site, layer, head, pos")
+    sweep.add_argument(
+        "--answer", nargs="+", metavar="TOKEN", help="one for all texts, or one each"
+    )
+    sweep.add_argument("--instead", nargs="+", metavar="TOKEN", help="measure the lead over this")
+    sweep.add_argument("--edit", help="do this instead of patching, such as zero")
+    sweep.add_argument("--direction", choices=("denoise", "noise"), help="default: denoise")
+    sweep.add_argument("--plan", choices=("wavefront", "batches", "one per cell"))
+    for name in ("layers", "heads", "positions"):
+        sweep.add_argument(f"--{name}", type=int, nargs="+", help="only these")
+    sweep.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
+    sweep.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
+    sweep.add_argument("--html", help="also write the result as a page")
+    sweep.add_argument("--json", help="also write the numbers")
+    sweep.add_argument("--save", help="also write the experiment, for interpose run")
+    sweep.add_argument(
+        "--count", action="store_true", help="count what a sweep computes, on a tiny random model"
+    )
 
 
 def _load(given: argparse.Namespace) -> TransformerModel:
@@ -92,6 +130,24 @@ def _sites(given: argparse.Namespace) -> int:
         _print(json.dumps(found, indent=2))
     else:
         _print(repr(chosen))
+    return 0
+
+
+def _run(given: argparse.Namespace) -> int:
+    from interpose.cli import run
+
+    for part in run.run(
+        given.experiment, python=given.python, html=given.html, device=given.device
+    ):
+        _print(part)
+    return 0
+
+
+def _sweep(given: argparse.Namespace) -> int:
+    from interpose.cli import sweep
+
+    for part in sweep.sweep(given):
+        _print(part)
     return 0
 
 

@@ -21,6 +21,10 @@ class Grid:
         columns: A label for each column.
         corner: What rows and columns are, such as ``layer`` or ``layer / head``.
         limit: The number that has full colour.
+        digits: How many of a number's are shown after the point.
+        faint: Which cells say nothing: they are grey on a page, and in brackets in a terminal.
+        upright: On a page, labels of columns stand upright.
+        numbers: On a page, whether each cell has its number, or shows it when pointed at.
     """
 
     values: Sequence[Sequence[float]]
@@ -28,42 +32,72 @@ class Grid:
     columns: Sequence[str]
     corner: str = ""
     limit: float = 1.0
+    digits: int = 2
+    faint: Sequence[Sequence[bool]] | None = None
+    upright: bool = False
+    numbers: bool = True
 
     def html(self) -> str:
         """A table that needs no script."""
-        head = "".join(f'<th style="{_HEAD}">{escape(name)}</th>' for name in self.columns)
+        head = "".join(map(self._column, self.columns))
         body = "".join(
-            f'<tr><th style="{_HEAD}">{escape(name)}</th>{"".join(map(self._cell, row))}</tr>'
-            for name, row in zip(self.rows, self.values)
+            f'<tr><th style="{_HEAD}">{escape(name)}</th>'
+            f"{''.join(self._cell(value, row, column) for column, value in enumerate(line))}</tr>"
+            for row, (name, line) in enumerate(zip(self.rows, self.values))
         )
         return (
             f'<div style="overflow-x:auto"><table style="border-collapse:collapse"><thead><tr>'
-            f'<th style="{_HEAD}">{escape(self.corner)}'
+            f'<th style="{_HEAD};vertical-align:bottom">{escape(self.corner)}'
             f"</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
-    def _cell(self, value: float) -> str:
+    def _column(self, name: str) -> str:
+        if not self.upright:
+            return f'<th style="{_HEAD}">{escape(name)}</th>'
+        return (
+            f'<th title="{escape(name)}" style="{_HEAD};padding:4px 0;vertical-align:bottom">'
+            f'<div style="{_UPRIGHT}">{escape(name)}</div></th>'
+        )
+
+    def _cell(self, value: float, row: int, column: int) -> str:
         back = colours.diverging(value, self.limit)
-        style = f"{_CELL};background:{colours.css(back)};color:{colours.ink(back)}"
-        return f'<td style="{style}">{_number(value)}</td>'
+        style = f"background:{colours.css(back)};color:{colours.ink(back)}"
+        if self._is_faint(row, column):
+            style = "background:#eaeef2;color:#8c959f"
+        if self.numbers:
+            size = ";font-size:11px;padding:4px 5px" if self.upright else ""
+            return f'<td style="{_CELL}{size};{style}">{self._number(value)}</td>'
+        hint = f"{self.rows[row]}, {self.columns[column]}: {self._number(value)}"
+        return f'<td title="{escape(hint)}" style="{_DOT};{style}"></td>'
+
+    def _number(self, value: float) -> str:
+        shown = f"{value + 0.0:.{self.digits}f}"
+        return shown if shown.strip("-0.") else shown.removeprefix("-")
+
+    def _is_faint(self, row: int, column: int) -> bool:
+        return self.faint is not None and bool(self.faint[row][column])
 
     def text(self, *, coloured: bool) -> str:
         """Aligned columns for a terminal, with its 24-bit colours or plain."""
         first = max(map(len, (self.corner, *self.rows)))
-        widths = [max(len(name), 6) + 1 for name in self.columns]
+        least = self.digits + (4 if self.faint is None else 5)
+        widths = [max(len(name), least) + 1 for name in self.columns]
         lines = [
             self.corner.rjust(first)
             + " "
             + "".join(name.rjust(width) for name, width in zip(self.columns, widths))
         ]
-        for name, row in zip(self.rows, self.values):
-            cells = (self._coded(value, width, coloured) for value, width in zip(row, widths))
+        for number, (name, row) in enumerate(zip(self.rows, self.values)):
+            cells = (
+                self._coded(value, width, coloured, self._is_faint(number, column))
+                for column, (value, width) in enumerate(zip(row, widths))
+            )
             lines.append(f"{name.rjust(first)} {''.join(cells)}")
         return "\n".join(lines)
 
-    def _coded(self, value: float, width: int, coloured: bool) -> str:
-        shown = _number(value).rjust(width)
-        if not coloured:
+    def _coded(self, value: float, width: int, coloured: bool, faint: bool) -> str:
+        shown = (f"({self._number(value)})" if faint else self._number(value)).rjust(width)
+        if not coloured or faint:
             return shown
         back = colours.diverging(value, self.limit)
         front = "0;0;0" if colours.ink(back) == "#000000" else "255;255;255"
@@ -74,7 +108,8 @@ _HEAD = "padding:2px 8px;font-weight:normal;color:#57606a;text-align:right;white
 _CELL = (
     "padding:4px 8px;text-align:right;font-variant-numeric:tabular-nums;border:1px solid #ffffff"
 )
-
-
-def _number(value: float) -> str:
-    return f"{value + 0.0:.2f}".replace("-0.00", "0.00")
+_DOT = "width:20px;min-width:20px;height:20px;padding:0;border:1px solid #eaeef2"
+_UPRIGHT = (
+    "writing-mode:vertical-rl;transform:rotate(180deg);max-height:11em;overflow:hidden;"
+    "text-overflow:ellipsis;white-space:pre;display:inline-block"
+)

@@ -238,7 +238,9 @@ def test_the_logit_lens_ends_with_the_models_own_logits(kind: str) -> None:
     torch.testing.assert_close(found.values[-1], logits[:, -1], **CLOSE)
     assert found.labels[-1] == "final_post"
     if model.tokenizer is None:
-        assert found.top[-1][0] == str(int(logits[0, -1].argmax()))  # numbers, without words for them
+        assert found.top[-1][0] == str(
+            int(logits[0, -1].argmax())
+        )  # numbers, without words for them
         return
     early = cache.logit_lens(layers=[2, 5], return_type="probs", targets=[" Paris", 7])
     assert early.values.shape == (2, 2, 2)

@@ -17,7 +17,6 @@ from interpose.dialects.transformer_lens import (
     HookedEncoder,
     HookedEncoderDecoder,
     HookedTransformer,
-    HookedTransformerConfig,
     TransformerBridge,
 )
 from interpose.dialects.transformer_lens.generation import FrequencyPenalty, options_for

@@ -556,7 +556,7 @@ def test_the_pocket_model_keeps_a_landmark_at_its_name_until_block_five() -> Non
     assert back[0, differs] > 0.6
     assert back[6].argmax() == clean.shape[1] - 1
     assert back[6, -1] > 0.8
-    assert back[0, -1] == 0
+    assert abs(back[0, -1]) < 1e-5
 
 
 def test_prompts_of_different_lengths_are_refused() -> None:

@@ -1,7 +1,6 @@
 """The cells of a patching sweep: running them, measuring each, and what came out.
 
-A cell is one place to patch, such as (layer, pos, head). `run_cells` is the only place where cells run, one
-forward each; whatever runs them faster goes there.
+A cell is one place to patch, such as (layer, pos, head). `run_cells` is the only place where cells run.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import SiteNotFound
+from interpose.sweeps.each import run_each
 
 Cell = tuple[int, ...]
 Hook = Callable[..., Tensor | None]
@@ -32,14 +32,16 @@ def run_cells(
     *,
     progress: bool = True,
 ) -> list[Tensor]:
-    """Run the model once for every cell with that cell's hook, and measure each run's logits."""
+    """Run the model for every cell with that cell's hook, many together, and measure each run's logits."""
     from tqdm.auto import tqdm
 
-    found = []
-    for cell in tqdm(cells, desc="patching") if progress else cells:
-        logits = model.run_with_hooks(tokens, fwd_hooks=[hook_of(cell)], return_type="logits")
-        found.append(measure(logits))
-    return found
+    found: dict[int, Tensor] = {}
+    hooks = [hook_of(cell) for cell in cells]
+    inputs = model.prepare(tokens)
+    runs = run_each(model, inputs, hooks) if hooks else iter(())
+    for number, logits in tqdm(runs, desc="patching", total=len(cells), disable=not progress):
+        found[number] = measure(logits)
+    return [found[number] for number in range(len(cells))]
 
 
 def require_eval(model: Any) -> None:

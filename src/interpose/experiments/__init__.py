@@ -1,0 +1,1 @@
+"""Experiments as plain data: a model's name, texts, edits and metrics, the same in Python, files and commands."""

@@ -1,0 +1,196 @@
+"""`ip.measure`: what a metric says of each text, without edits and with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.analysis.result import TableResult, number
+from interpose.errors import Unsupported
+from interpose.models.running.trial import first_tensor
+from interpose.sweeps.metrics import Examples, Metric, as_metric
+from interpose.sweeps.prompts import Batch, batches
+from interpose.sweeps.reference import no_cache, wanted_logits
+
+_LONGEST = 60  # letters of a text in a table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Measured(TableResult):
+    """What metrics say of each text.
+
+    Attributes:
+        inputs: the texts, or their tokens.
+        metrics: names of the metrics.
+        measured: the metrics as they were written.
+        edits: the edits as they print.
+        without: without edits, [metric, example].
+        edited: with all of them, [metric, example]; None if there are none.
+    """
+
+    inputs: tuple[Any, ...]
+    metrics: tuple[str, ...]
+    measured: tuple[str, ...]
+    edits: tuple[str, ...]
+    without: Tensor
+    edited: Tensor | None
+
+    @property
+    def effect(self) -> Tensor:
+        """How far the edits move each text's metric, [metric, example]."""
+        return torch.zeros_like(self.without) if self.edited is None else self.edited - self.without
+
+    @property
+    def title(self) -> str:
+        """What was measured, and with which edits."""
+        count = "1 text" if len(self.inputs) == 1 else f"{len(self.inputs)} texts"
+        edits = f", without and with {', '.join(self.edits)}" if self.edits else ""
+        return f"{', '.join(self.measured)} of {count}{edits}"
+
+    def head(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        columns = ("value",) if self.edited is None else ("without", "with", "effect")
+        return ("text", *columns) if len(self.metrics) == 1 else ("metric", "text", *columns)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """A row for each text of each metric, and the mean of several."""
+        parts = [self.without]
+        if self.edited is not None:
+            parts += [self.edited, self.effect]
+        texts = [_shown(text) for text in self.inputs]
+        found: list[tuple[str, ...]] = []
+        for at, name in enumerate(self.metrics):
+            lines = list(zip(texts, *(part[at].tolist() for part in parts)))
+            if len(texts) > 1:
+                lines.append(("mean", *(float(part[at].mean()) for part in parts)))
+            first = () if len(self.metrics) == 1 else (name,)
+            found += [(*first, text, *map(number, values)) for text, *values in lines]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as plain lists and dictionaries, for JSON."""
+        return {
+            "inputs": list(self.inputs),
+            "edits": list(self.edits),
+            "metrics": {
+                name: {
+                    "measured": self.measured[at],
+                    "without": self.without[at].tolist(),
+                    "edited": None if self.edited is None else self.edited[at].tolist(),
+                }
+                for at, name in enumerate(self.metrics)
+            },
+        }
+
+
+def _shown(given: Any) -> str:
+    """A text, or the end of a long one: that is where metrics look."""
+    text = repr(given)
+    return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
+
+
+@torch.no_grad()
+def measure(
+    model: Any,
+    inputs: Any,
+    metric: Metric | Callable[[Tensor], Any] | Mapping[str, Any],
+    *,
+    edits: Sequence[Any] = (),
+    prepend_bos: bool | None = None,
+    batch_size: int = 16,
+) -> Measured:
+    """Measure each text, without edits and with them.
+
+    ```python
+    texts = ["The Eiffel Tower is in", "The Colosseum is in"]
+    blind = ip.knockout([5, 6], query=-1, key=1)
+    print(ip.measure(model, texts, ip.metrics.probability(" Paris"), edits=[blind]))
+    ```
+
+    Texts run in batches of one length, so that none is padded.
+
+    Args:
+        model: a model of transformers, in eval mode.
+        inputs: a text, several, or tokens.
+        metric: one of `ip.metrics`, a function of logits [batch, pos, d_vocab] that gives a number for each example,
+            or several by name. `ip.metrics.kl` compares with the run without edits.
+        edits: all in force at once.
+        prepend_bos: as in ``to_tokens``, for texts.
+        batch_size: how many texts run together, at most; all of them where an edit speaks of rows.
+    """
+    if model.training:
+        raise Unsupported(
+            "runs with and without edits are to differ in the edits alone, but the model is in training mode. Call "
+            "model.eval() first."
+        )
+    named = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
+    metrics = {name: as_metric(given) for name, given in named.items()}
+    inputs = [inputs] if isinstance(inputs, str) else list(inputs)
+    whole = any(map(speaks_of_rows, edits))
+    size = len(inputs) if whole else batch_size
+    parts = batches(model, inputs, None, size=size, prepend_bos=prepend_bos, align=None)
+    if whole and len(parts) > 1:
+        which = next(edit for edit in edits if speaks_of_rows(edit))
+        lengths = f"{parts[0].length} to {parts[-1].length}"
+        raise ValueError(
+            f"{which!r} speaks of rows of the batch, and texts of {lengths} tokens do not run in one. "
+            "Give texts of one length, or measure them one by one."
+        )
+    found = torch.zeros(2, len(metrics), len(inputs))
+    for part in parts:
+        found[:, :, list(part.numbers)] = _measured(
+            model, part, list(metrics.values()), edits, len(inputs)
+        )
+    return Measured(
+        inputs=tuple(inputs),
+        metrics=tuple(metrics),
+        measured=tuple(map(repr, metrics.values())),
+        edits=tuple(map(repr, edits)),
+        without=found[0],
+        edited=found[1] if edits else None,
+    )
+
+
+def _measured(
+    model: Any, part: Batch, metrics: Sequence[Metric], edits: Sequence[Any], total: int
+) -> Tensor:
+    """What metrics say of one batch, without edits and with them: [2, metric, example]."""
+    kept = [metric.keep for metric in metrics]
+    keep = None if None in kept else max(count for count in kept if count is not None)
+    tokens = part.clean["input_ids"]
+    examples = Examples(model=model, tokens=tokens, numbers=part.numbers, total=total)
+    rows = torch.arange(len(tokens), device=tokens.device)
+
+    def logits(hooks: Sequence[Any]) -> Tensor:
+        extra = {**wanted_logits(model, keep), **no_cache(model)}
+        found = first_tensor(model.run_with_hooks(hooks=list(hooks), **part.clean, **extra))
+        return found if keep is None else found[:, -keep:]
+
+    plain = logits(())
+    edited = logits(edits) if edits else plain
+    measures = [metric.bind(replace(examples, clean=plain)) for metric in metrics]
+    return torch.stack(
+        [
+            torch.stack([one(some, rows).float().cpu() for one in measures])
+            for some in (plain, edited)
+        ]
+    )
+
+
+def speaks_of_rows(edit: Any) -> bool:
+    """Whether an edit means something else in another batch: by its rows, or values for each of them."""
+    said = vars(edit) if hasattr(edit, "__dict__") else {}
+    if said.get("rows") is not None or type(edit).__name__ == "resample":
+        return True
+    if type(edit).__name__ == "mean" and said.get("mean") is None:
+        return True
+    for name, fewest in (("strength", 1), ("pos", 2), ("source", 3), ("value", 3), ("by", 3)):
+        given = said.get(name)
+        held = list(given.values()) if isinstance(given, Mapping) else [given]
+        if any(isinstance(one, Tensor) and one.ndim >= fewest and len(one) > 1 for one in held):
+            return True
+    return False

@@ -1,0 +1,5 @@
+"""Sweeps: one experiment at many places, with as little arithmetic as causality allows."""
+
+from interpose.sweeps import metrics
+
+__all__ = ["metrics"]

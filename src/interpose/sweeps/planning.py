@@ -1,0 +1,167 @@
+"""Which rows run together, from which position on, and what that costs against one forward per cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interpose.sweeps.cells import Cell
+
+_MOST_BOUNDS = 96  # positions at which groups may begin: more are tried together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Cells that run together, from a position on."""
+
+    start: int
+    cells: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What a sweep has computed.
+
+    Attributes:
+        plan: ``wavefront``, ``batches`` or ``one per cell``, as far as it ran.
+        why: why not a faster plan, if that was asked for or refused.
+        forwards: calls of the model, reference runs included.
+        token_layers: positions through blocks, reference runs included.
+        one_per_cell: token-layers that one forward for each cell would have taken, without reference runs.
+    """
+
+    plan: str = ""
+    why: str = ""
+    forwards: int = 0
+    token_layers: int = 0
+    one_per_cell: int = 0
+
+    def add(self, forwards: int, token_layers: int) -> None:
+        """Count some more."""
+        self.forwards += forwards
+        self.token_layers += token_layers
+
+    def __str__(self) -> str:
+        share = self.one_per_cell / max(1, self.token_layers)
+        return (
+            f"{self.plan}: {self.forwards} forwards, {self.token_layers:,} token-layers, against "
+            f"{self.one_per_cell:,} of one forward per cell ({share:.1f}x fewer)"
+            + (f"; {self.why}" if self.why else "")
+        )
+
+
+def groups(
+    cells: Sequence[Cell], *, first: int, length: int, layers: int, batch: int, least: int
+) -> list[Group]:
+    """Cells in groups of neighbouring positions, such that the whole costs least.
+
+    A group is computed from its first position on, for all its cells. More groups compute fewer positions, and pay more
+    often for a pass.
+
+    Args:
+        cells: by number; all with a position, or all without one.
+        first: the first position at which anything can change; cells before it are left out.
+        length: how many positions there are.
+        layers: how many blocks.
+        batch: how many examples.
+        least: how many tokens a pass costs at least.
+    """
+    if not cells or first >= length:
+        return []
+    if cells[0].pos is None:
+        return [Group(start=first, cells=tuple(range(len(cells))))]
+    work = [0] * length
+    for cell in cells:
+        assert cell.pos is not None
+        work[cell.pos] += (layers - cell.layer) * batch
+    starts = [place for place in range(first, length) if work[place]]
+    if not starts:
+        return []
+    bounds = _cheapest(starts, work, length, layers * least, layers * batch)
+    found = []
+    for start, end in zip(bounds, [*bounds[1:], length]):
+        numbers = (n for n, cell in enumerate(cells) if start <= (cell.pos or 0) < end)
+        found.append(Group(start=start, cells=tuple(numbers)))
+    return found
+
+
+def _cheapest(
+    starts: Sequence[int], work: Sequence[int], length: int, per_pass: int, per_prefix: int
+) -> list[int]:
+    """Where groups begin, by the least sum of work: a shortest way over the positions."""
+    step = -(-len(starts) // _MOST_BOUNDS)
+    places = list(starts[::step])
+    sums = [0]
+    for amount in work:
+        sums.append(sums[-1] + amount)
+    ends = [*places[1:], length]
+    best: list[tuple[float, list[int]]] = [(0.0, [])] * (len(places) + 1)
+    for at in range(len(places) - 1, -1, -1):
+        start = places[at]
+        options = []
+        for last in range(at, len(places)):
+            inside = sums[ends[last]] - sums[start]
+            cost = per_pass + inside * (length - start) + per_prefix * start
+            options.append((cost + best[last + 1][0], [start, *best[last + 1][1]]))
+        best[at] = min(options, key=lambda option: option[0])
+    return best[0][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What decides how much memory a row takes."""
+
+    width: int
+    inner: int
+    heads: int
+    bytes: int
+    device: torch.device
+
+    @staticmethod
+    def of(model: Any) -> Sizes:
+        """Those of a model, looked for once."""
+        parameter = next(model.module.parameters())
+        place = (parameter.element_size(), parameter.device)
+        known: dict[Any, Sizes] = vars(model).setdefault("_sizes", {})
+        if place not in known:
+            cfg = model.cfg
+            width = cfg.d_model or 1
+            inner, heads = cfg.d_mlp or 4 * width, cfg.n_heads or 1
+            known[place] = Sizes(
+                width=width, inner=inner, heads=heads, bytes=place[0], device=place[1]
+            )
+        return known[place]
+
+    @property
+    def least_tokens(self) -> int:
+        """How many tokens take a block as long as a single one, roughly: below, launches and weights cost the time."""
+        weights = 4 * self.width**2 + 3 * self.width * self.inner
+        if self.device.type == "cuda":
+            a_launch = 8e-4 if weights < 5e7 else 2e-4  # behind a large block's arithmetic it hides
+            per_byte, per_product = 3e-13, 2e-15 if self.bytes < 4 else 2e-14
+        else:
+            a_launch, per_byte, per_product = 4e-4, 1e-10, 1e-11
+        alone = max(a_launch, weights * self.bytes * per_byte)
+        return round(alone / (2 * weights * per_product))
+
+    def most_rows(self, *, positions: int, length: int, logits: int) -> int:
+        """How many rows fit in memory at a time, by what a block and the logits take for each.
+
+        Args:
+            positions: how many are computed.
+            length: how many there are, with those of the KV cache.
+            logits: how many numbers of them.
+        """
+        each = positions * (12 * self.width + 4 * self.inner + 3 * self.heads * length) * self.bytes
+        each += logits * (self.bytes + 4)  # and once more in float32
+        return max(1, int(_room(self.device) // each))
+
+
+def _room(device: torch.device) -> float:
+    """Bytes that a pass may take."""
+    if device.type == "cuda":
+        return 0.4 * torch.cuda.mem_get_info(device)[0]
+    return 0.75 * 2**30

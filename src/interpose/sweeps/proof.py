@@ -1,0 +1,148 @@
+"""Whether a model's rows may run together, proven on a short text: once for each model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.models.discovery.anatomy import Tower
+from interpose.models.discovery.inputs import probe_inputs
+from interpose.models.running.trial import first_tensor, trial
+from interpose.models.weights.weights import main_tower
+from interpose.sweeps.answers import can_be_picked, only
+from interpose.sweeps.cells import Cell, Row, patch
+from interpose.sweeps.reference import refer
+from interpose.sweeps.running import plain, wavefront
+from interpose.taps import context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Why rows cannot run in one way or another; nothing where they can."""
+
+    batches: str = ""
+    wavefront: str = ""
+    prefix: str = ""
+    answers: str = ""
+    """Why logits cannot be computed for some tokens alone."""
+
+
+def prove(model: Any) -> Proof:
+    """Find out, once, how the rows of a sweep may run on a model."""
+    known: Proof | None = vars(model).get("_sweeps")
+    if known is None:
+        with trial(model):
+            known = _try(model)
+        vars(model)["_sweeps"] = known
+    return known
+
+
+def others_listen(model: Any) -> bool:
+    """Whether hooks of somebody else are on the model: they may count on its batch and positions."""
+    return bool(model.list_hooks() or context.current().scopes)
+
+
+def tower_of(model: Any) -> Tower | None:
+    """The blocks whose rows can join one after another."""
+    tower = main_tower(model.anatomy)
+    shapes = [block.shape for block in tower.blocks] if tower is not None else []
+    plain_stream = bool(shapes) and all(len(shape) == 3 for shape in shapes)
+    return tower if plain_stream and tower is not None and tower.prefix == "" else None
+
+
+def _try(model: Any) -> Proof:
+    tower = tower_of(model)
+    inputs = {k: v for k, v in probe_inputs(model.root).items() if isinstance(v, Tensor)}
+    if tower is None or set(inputs) != {"input_ids"}:
+        why = "the model has no one stack of blocks that reads tokens"
+        return Proof(batches=why, wavefront=why, prefix=why)
+    tokens = inputs["input_ids"]
+    length, count = tokens.shape[1], len(tower.blocks)
+    if length < 4:
+        why = f"the model has {length} positions, too few for a proof"
+        return Proof(wavefront=why, prefix=why)
+    layers = sorted({0, count // 2, count - 1})
+    places = [length // 2, length - 1]
+    cells = [
+        Cell(site=f"blocks.{layer}.hook_resid_pre", layer=layer, pos=pos)
+        for layer in layers
+        for pos in places
+    ]
+    rows = [Row(number, example) for number in range(len(cells)) for example in range(2)]
+    sites = [cell.site for cell in cells]
+    other = {"input_ids": tokens.flip(1)}
+    base = refer(model, tower, inputs, None, other=other, sites=sites)
+    change = patch(cells, base.source.__getitem__)
+    single = torch.cat([plain(model, base, cells, [row], change, None) for row in rows])
+    allowed = _allowed(single, base.logits[[row.example for row in rows]])
+
+    def problem(what: str, run: Any, start: int = 0) -> str:
+        try:
+            found = run()
+        except Exception as error:  # whatever the model's own code raises
+            return f"{what} raises {type(error).__name__}: {error}"
+        off = float((found - single[:, start:]).abs().max())
+        return "" if off <= allowed else f"{what} moves logits by {off:.1e} on a short text"
+
+    together = problem(
+        "running rows together", lambda: plain(model, base, cells, rows, change, None)
+    )
+    causal = _causal(model, tokens)
+    answers = _answers(model, tokens, base.logits)
+    if together or causal:
+        why = together or causal
+        return Proof(batches=together, wavefront=why, prefix=why, answers=answers)
+
+    def from_position(start: int) -> Tensor:
+        """All rows, first those that begin in the first layer: the others pass by it."""
+        split = next((n for n, row in enumerate(rows) if cells[row.cell].layer), len(rows))
+        parts = [part for part in (rows[:split], rows[split:]) if part]
+        return torch.cat(
+            [
+                wavefront(model, tower, base, cells, part, change, None, start=start).logits
+                for part in parts
+            ]
+        )
+
+    start = length // 2
+    joined = problem("letting rows join at their layers", lambda: from_position(0))
+    cache = "reading earlier positions from a KV cache"
+
+    def from_cache() -> Tensor:
+        base.cache = refer(model, tower, inputs, None, cached=True).cache
+        return from_position(start)
+
+    prefix = joined or problem(cache, from_cache, start)
+    return Proof(wavefront=joined, prefix=prefix, answers=answers)
+
+
+def _allowed(single: Tensor, base: Tensor) -> float:
+    """How far apart rounding may set logits: little of the effect in float32, more where floats are short."""
+    effect = float((single - base).abs().max())
+    rounding = 64 * torch.finfo(single.dtype).eps * float(single.abs().max())
+    return max(1e-5 * effect, rounding)
+
+
+def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
+    """Whether the logits of some tokens are those of the unembedding's columns, whatever comes after it."""
+    if not can_be_picked(model):
+        return "the unembedding is no plain linear map"
+    some = torch.tensor([2, 5], device=tokens.device)
+    with only(model, some):
+        found = first_tensor(model.module(input_ids=tokens))
+    small = 64 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
+    same = found.shape[-1] == 2 and float((found - logits[..., some]).abs().max()) <= small
+    return "" if same else "logits are more than the unembedding's columns"
+
+
+def _causal(model: Any, tokens: Tensor) -> str:
+    """Whether a token moves what comes before it."""
+    other = tokens.clone()
+    other[:, -1] = tokens[:, 0]
+    first, second = (first_tensor(model.module(input_ids=each))[:, :-1] for each in (tokens, other))
+    moved = float((first - second).abs().max())
+    small = 64 * torch.finfo(first.dtype).eps * float(first.abs().max())
+    return "" if moved <= small else "later tokens move what comes before them (not causal)"

@@ -1,0 +1,308 @@
+"""Results of sweeps: their numbers against loops by hand, their data, and what they look like."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import interpose as ip
+from interpose.sweeps import statistics
+from interpose.sweeps.planning import Tally
+
+TOKENS = ["<b>", " a & b", "\n", " averyverylongtokenthatgoesonandon", '"', " to"]
+
+
+def made(
+    layers: int = 3,
+    positions: int = 6,
+    examples: int = 1,
+    metrics: tuple[str, ...] = ("metric",),
+    **words: Any,
+) -> ip.SweepResult:
+    """A result of random numbers, as `ip.sweep` returns them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    usual: dict[str, Any] = {
+        "axes": {"layer": list(range(layers)), "pos": list(range(positions))},
+        "metrics": metrics,
+        "several": len(metrics) > 1,
+        "each": drawn(len(metrics), layers, positions, examples),
+        "clean": drawn(len(metrics), examples) + 3,
+        "corrupt": drawn(len(metrics), examples) - 3,
+        "direction": "denoise",
+        "tally": Tally(plan="wavefront", forwards=2, token_layers=10, one_per_cell=130),
+        "noise_floor": 0.0,
+        "tokens": TOKENS[:positions] if examples == 1 else None,
+    }
+    return ip.SweepResult(**{**usual, **words})
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("of", ["effect", "normalised", "values"])
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_intervals_are_those_of_a_loop_by_hand(
+    of: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = made(examples=7, metrics=("one", "two"), direction=direction)
+    low, high = result.interval(0.9, 250, seed=3, of=of)
+    monkeypatch.setattr(statistics, "_MOST", 30)  # a few at a time: the same
+    again = result.interval(0.9, 250, seed=3, of=of)
+    torch.testing.assert_close((again.low, again.high), (low, high), rtol=0, atol=0)
+    generator = torch.Generator().manual_seed(3)
+    means = []
+    for _ in range(250):
+        drawn = torch.randint(7, (7,), generator=generator)
+        base = result.baseline[:, drawn][:, None, None]
+        other = (result.clean if direction == "denoise" else result.corrupt)[:, drawn]
+        way = (other[:, None, None] - base).mean(-1)
+        each = result.each[..., drawn]
+        mean = {
+            "values": each.mean(-1),
+            "effect": (each - base).mean(-1),
+            "normalised": (each - base).mean(-1) / way,
+        }
+        means.append(mean[of])
+    ordered = torch.stack(means).double().sort(0).values
+    for found, share in ((low, 0.05), (high, 0.95)):
+        place = share * 249
+        under, over = ordered[int(place)], ordered[int(place) + 1]
+        expected = under + (place - int(place)) * (over - under)
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    inside = getattr(result, of)
+    assert ((low < inside) & (inside < high)).float().mean() > 0.9
+    assert low.shape == result.values.shape == (2, 3, 6)
+
+
+def test_intervals_narrow_with_more_examples_and_widen_with_confidence() -> None:
+    few, many = made(examples=8), made(examples=200)
+
+    def width(result: ip.SweepResult, confidence: float) -> float:
+        low, high = result.interval(confidence, 500)
+        return float((high - low).mean())
+
+    assert width(few, 0.95) > 3 * width(many, 0.95)
+    assert width(many, 0.99) > 1.2 * width(many, 0.8)
+
+
+def test_an_interval_over_one_example_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"one example alone\. Give several texts"):
+        made().interval()
+    with pytest.raises(ValueError, match="confidence lies between 0 and 1; got 95"):
+        made(examples=3).interval(95)
+    with pytest.raises(ValueError, match="of is 'effect', 'normalised' or 'values'; got 'mean'"):
+        made(examples=3).interval(of="mean")
+    with pytest.raises(ValueError, match="no whole way"):
+        made(examples=3, corrupt=None).interval(of="normalised")
+
+
+def test_effects_count_from_the_run_that_was_changed() -> None:
+    denoise, noise = made(examples=4), made(examples=4, direction="noise")
+    assert denoise.baseline is denoise.corrupt
+    assert noise.baseline is noise.clean
+    assert made(examples=4, corrupt=None).baseline is not None
+    for result, other in ((denoise, denoise.clean), (noise, noise.corrupt)):
+        assert other is not None
+        expected = (result.each - result.baseline).mean(-1)[0]
+        torch.testing.assert_close(result.effect, expected)
+        way = (other - result.baseline).mean()
+        torch.testing.assert_close(result.normalised, expected / way)
+
+
+def test_the_strongest_places_come_first_whatever_their_sign() -> None:
+    result = made(metrics=("one", "two"))
+    top = result.top(4)
+    assert [record["metric"] for record in top] == ["one"] * 4 + ["two"] * 4
+    effects = result.effect[1].flatten()
+    for record, place in zip(top[4:], effects.abs().argsort(descending=True)):
+        assert (record["layer"], record["pos"]) == divmod(int(place), 6)
+        assert record["token"] == TOKENS[record["pos"]]
+        assert record["effect"] == float(effects[place])
+        assert record["value"] == float(result.values[1, record["layer"], record["pos"]])
+    broken = made()
+    broken.each[0, 1, 1] = torch.nan
+    assert len(broken.top(100)) == 17
+    assert {type(value) for record in broken.top() for value in record.values()} == {
+        int,
+        str,
+        float,
+    }
+
+
+# Data.
+
+
+@pytest.mark.parametrize("corrupt", [True, False])
+def test_a_result_is_read_back_from_json_to_the_last_bit(corrupt: bool) -> None:
+    result = made(metrics=("one", "two"), examples=2, sites=("z",), measured=("a", "b"))
+    result = result if corrupt else dataclasses.replace(result, corrupt=None)
+    result.each[0, 0, 0] = torch.tensor([torch.inf, torch.nan])
+    text = json.dumps(result.to_dict(), allow_nan=False)
+    back = ip.SweepResult.from_dict(json.loads(text))
+    for option in dataclasses.fields(result):
+        was, now = getattr(result, option.name), getattr(back, option.name)
+        if isinstance(was, torch.Tensor):
+            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert now == was
+    assert repr(back) == repr(result)
+
+
+def test_data_that_is_no_result_is_refused() -> None:
+    data = made().to_dict()
+    for wrong, said in (
+        ({}, "this is no result of a sweep"),
+        ({**data, "version": 2}, "of version 2, and this interpose reads version 1"),
+        ({**data, "colour": 1}, "a result of a sweep has no 'colour'"),
+        ({k: v for k, v in data.items() if k != "each"}, "a result of a sweep needs 'each'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ip.SweepResult.from_dict(wrong)
+
+
+def test_a_data_frame_has_a_row_for_each_place_or_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
+    with pytest.raises(ModuleNotFoundError, match="pip install pandas"):
+        made().to_pandas()
+    real = importlib.import_module
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name, *rest: (
+            SimpleNamespace(DataFrame=list) if name == "pandas" else real(name, *rest)
+        ),
+    )
+    result = made(examples=3, metrics=("one", "two"))
+    rows, each = result.to_pandas(), result.to_pandas(examples=True)
+    assert (len(rows), len(each)) == (2 * 3 * 6, 2 * 3 * 6 * 3)
+    assert list(rows[0]) == ["layer", "pos", "metric", "value", "effect", "normalised"]
+    assert list(each[0]) == ["layer", "pos", "example", *list(rows[0])[2:]]
+    for row in rows:
+        own = [r for r in each if all(r[k] == row[k] for k in ("layer", "pos", "metric"))]
+        assert [r["example"] for r in own] == [0, 1, 2]
+        for name in ("value", "effect", "normalised"):
+            assert sum(r[name] for r in own) / 3 == pytest.approx(row[name], abs=1e-5)
+    share = result.normalised[1, 2, 5]
+    assert rows[-1]["normalised"] == pytest.approx(float(share))
+    assert "normalised" not in made(corrupt=None).to_pandas()[0]
+    assert made().to_pandas()[0]["token"] == "<b>"
+
+
+# Pictures.
+
+
+def test_a_page_has_every_label_escaped_and_loads_nothing(tmp_path: Path) -> None:
+    path = made(measured=("logit('<i>')",)).save_html(tmp_path / "page.html")
+    page = path.read_text()
+    for label in ("&lt;b&gt;", " a &amp; b", "\\n", " averyverylongtokenthatgoesonandon", "&quot;"):
+        assert label in page
+    assert page.count("<b>") == made(tokens=None).html().count("<b>")  # headings alone
+    assert "<i>" not in page
+    assert "logit(&#x27;&lt;i&gt;&#x27;)" in page
+    assert "wavefront: 2 forwards, 10 token-layers" in page
+    assert not re.search(r"<script|<link|src=[\"'](?!data:)|https?://", page)
+    assert made()._repr_html_() in (made().save(tmp_path / "other.html").read_text())
+    with pytest.raises(ValueError, match=r"save writes .html or .json; got '.*x.png'"):
+        made().save(tmp_path / "x.png")
+
+
+def test_three_axes_are_a_grid_for_each_entry_of_the_first() -> None:
+    each = torch.randn(1, 2, 3, 6, 1)
+    axes = {"site": ["attn_out", "mlp_out"], **made().axes}
+    result = dataclasses.replace(made(), axes=axes, each=each)
+    html = result.html()
+    assert html.count("<b>site ") == 2
+    assert html.count("&lt;b&gt;") >= 2
+    assert len(repr(result).splitlines()) < 40
+    assert repr(result).count("attn_out") + repr(result).count("mlp_out") == 10  # the strongest
+
+
+def test_one_axis_is_bars_and_many_columns_are_folded() -> None:
+    one = dataclasses.replace(made(), axes={"layer": [0, 1, 2]}, each=torch.randn(1, 3, 1))
+    assert one.html().count("<td") == 9
+    assert repr(one).splitlines()[-3:][0].split()[0] == "0"
+    wide = made(positions=100, tokens=None)
+    assert (
+        wide.html().count("<thead>") == 3 + 1
+    )  # grids of 38, 38 and 24 columns, and the strongest
+    assert "the strongest places" in repr(wide)
+
+
+def test_effects_within_the_noise_floor_are_marked() -> None:
+    result = made(layers=2, noise_floor=2.0)
+    within = result.effect.abs() <= 2.0
+    assert 0 < int(within.sum()) < 12
+    assert torch.equal(result.within_noise, within)
+    assert not made().within_noise.any()
+    assert result.html().count("color:#8c959f") == int(within.sum())
+    assert made().html().count("color:#8c959f") == 0
+    text = repr(result)
+    assert f"{int(within.sum())} of 12 effects are within it" in text
+    assert len(re.findall(r"\(-?\d\.\d\d\)", text)) == int(within.sum())
+
+
+def test_a_sweep_of_a_real_model_labels_positions_by_tokens() -> None:
+    model = ip.load("pocket", device="cpu")
+    clean, corrupt = "The Eiffel Tower is in", "The Trevi Fountain is in"
+    metric = ip.metrics.logit_difference(" Paris", " Rome")
+    result = ip.sweep(model, clean, corrupt, metric=metric, positions=[1, 4], progress=False)
+    assert result.labels == {"layer": list("0123456"), "pos": [" Eiffel", " in"]}
+    assert result.top(1)[0]["token"] in (" Eiffel", " in")
+    assert " Eiffel" in repr(result)
+    pair = ip.sweep(model, [clean] * 2, [corrupt] * 2, metric=metric, progress=False)
+    assert pair.tokens is None
+    low, high = pair.interval()
+    torch.testing.assert_close(low, high)  # the same text twice
+
+
+# Metrics as data.
+
+
+def test_metrics_are_read_back_from_data_and_from_python() -> None:
+    metrics = ip.metrics
+    for metric in (
+        metrics.logit(" Paris"),
+        metrics.logit(5, pos=-2),
+        metrics.logit_difference([" a", " b"], [1, 2]),
+        metrics.probability(" x", log=True),
+        metrics.rank(" x"),
+        metrics.loss(),
+        metrics.kl(pos=3),
+    ):
+        data = json.loads(json.dumps(metric.to_dict()))
+        assert metrics.Metric.from_dict(data) == metric
+        assert eval(metric.to_python(), {"ip": ip}) == metric
+    assert repr(metrics.logit_difference(" a", " b", pos=-2)) == (
+        "logit_difference(' a', ' b', pos=-2)"
+    )
+    given = metrics.logit_difference(torch.tensor([4, 5]), (" a", " b")).to_dict()
+    assert given == {"type": "logit_difference", "answer": [4, 5], "instead": [" a", " b"]}
+
+
+def test_metrics_that_are_no_data_are_refused() -> None:
+    read = ip.metrics.Metric.from_dict
+    with pytest.raises(ValueError, match="is a function, and code is not saved"):
+        ip.metrics.function(len).to_dict()
+    with pytest.raises(ValueError, match="is a function, and code is not saved"):
+        ip.metrics.function(len).to_python()
+    with pytest.raises(
+        ValueError, match=r"no metric is called 'accuracy'\. There are: kl, logit, "
+    ):
+        read({"type": "accuracy"})
+    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'token' is not one"):
+        read({"type": "logit", "answer": " a", "token": 1})
+    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'answer' is missing"):
+        read({"type": "logit"})
