@@ -170,10 +170,11 @@ class _Kept:
             yield
 
     def _taking(self, leaf: values.Leaf) -> Callable[..., None]:
-        def take(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if threading.get_ident() != self.thread:
+        def take(module: nn.Module, args: Any, *rest: Any) -> None:
+            # torch writes a hook and its with_kwargs flag in two steps, and another thread may come between.
+            if not rest or threading.get_ident() != self.thread:
                 return
-            named = named_arguments(module, args, kwargs)
+            named = named_arguments(module, args, rest[0])
             self.streams.append(values.element(named, leaf).clone())
             for _, tensor in values.leaves(named):
                 self.sizes.update(tensor.shape[1:])
