@@ -156,6 +156,17 @@ def test_layers_before_a_pass_are_not_computed() -> None:
     assert found[3][1][1] == oracle.LENGTH - oracle.FIRST
 
 
+def test_the_order_of_axes_costs_nothing() -> None:
+    """Passes of a few rows are filled layer by layer, so that late ones pass by most of the blocks."""
+    model, ends = build("gpt2"), oracle.pair()
+    spent = [
+        ip.sweep(model, *ends, over=over, max_rows=9, metric=METRIC, progress=False).tally
+        for over in (("layer", "pos"), ("pos", "layer"))
+    ]
+    assert spent[0].token_layers == spent[1].token_layers
+    assert spent[0].forwards == spent[1].forwards
+
+
 # Groups of positions.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -636,13 +637,33 @@ def test_chosen_layers_and_positions_are_parts_of_the_whole_in_their_order() -> 
     some = sweep(model, clean, corrupt, metric=metric, layers=[-1, 0], positions=[-1, 5, -6])
     assert some.axes == {"layer": [2, 0], "pos": [12, 5, 7]}
     assert torch.allclose(some.each, whole[:, [2, 0]][:, :, [12, 5, 7]], atol=1e-5)
-    turned = sweep(model, clean, corrupt, metric=metric, over=("pos", "layer"))
-    assert torch.allclose(turned.each, whole.transpose(1, 2), atol=1e-5)
     heads = {"site": "z", "over": ("layer", "head"), "metric": metric}
     whole = sweep(model, clean, corrupt, plan="one per cell", **heads).each
     some = sweep(model, clean, corrupt, heads=[-1, 1], **heads)
     assert some.axes["head"] == [3, 1]
     assert torch.allclose(some.each, whole[:, :, [3, 1]], atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("max_rows", [None, 10])
+def test_axes_may_come_in_any_order(plan: str, max_rows: int | None) -> None:
+    """Rows run by layers and sites, whatever the order they are asked for in."""
+    model, (clean, corrupt) = build("gpt2"), oracle.pair()
+    metric = ip.metrics.logit_difference(20, 33)
+    sites = ["resid_post", "attn_out", "resid_pre"]
+    whole = torch.stack(
+        [
+            sweep(model, clean, corrupt, site=site, metric=metric, plan="one per cell").each[0]
+            for site in sites
+        ]
+    )
+    spread = [float((one - other).abs().max()) for one, other in itertools.pairwise(whole)]
+    assert min(spread) > 1e-2
+    result = sweep(
+        model, clean, corrupt, site=sites, over=("pos", "layer", "site"), metric=metric, plan=plan,
+        max_rows=max_rows,
+    )  # fmt: skip
+    assert torch.allclose(result.each[0], whole.permute(2, 1, 0, 3), atol=1e-5)
 
 
 # Metrics.
