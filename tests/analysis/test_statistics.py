@@ -198,3 +198,23 @@ def test_a_site_that_was_not_looked_at_is_named_in_the_error():
 def test_the_bar_is_silent_without_a_terminal(capsys):
     activation_statistics(ip.wrap(net()), [torch.randn(2, 5)])
     assert capsys.readouterr() == ("", "")
+
+
+def test_units_of_a_text_are_all_that_a_token_has_and_padding_is_no_sample():
+    model = ip.load("pocket")
+    texts = ["The Eiffel Tower is in", "Hello"]
+    found = activation_statistics(model, [texts], ["z", "resid_post"], progress=False)
+    with torch.no_grad():
+        caches = [model.run_with_cache(text, names_filter=["z", "resid_post"])[1] for text in texts]
+    tokens = sum(len(model.to_str_tokens(text)) for text in texts)
+    for kind, name in (("z", "attn.hook_z"), ("resid_post", "hook_resid_post")):
+        whole = torch.cat([cache[kind, 3][0].flatten(1) for cache in caches]).double()
+        row = found[f"blocks.3.{name}"]
+        assert (row.count, row.units) == (tokens, 192)
+        torch.testing.assert_close(row.mean, whole.mean(0), atol=1e-5, rtol=1e-4)
+    text = texts[0]
+    edited = model.run_with_hooks(text, hooks=[ip.mean("z", found, layer=3)])
+    mean = found["blocks.3.attn.hook_z"].mean.float().reshape(6, 32)
+    filled = model.run_with_hooks(text, fwd_hooks=[(("z", 3), lambda z, hook: z * 0 + mean)])
+    torch.testing.assert_close(edited, filled)
+    assert (edited - model(text)).abs().max() > 0.1

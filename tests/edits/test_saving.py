@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.edits.files import write_whole
 from tests.edits.models import ids, talking, wrapped
 
 VECTOR = torch.linspace(-2, 2, 32)
@@ -212,6 +214,33 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (edit,) = ip.load_edits(folder)
     assert torch.equal(edit.value, VECTOR)
+
+
+def test_threads_that_save_to_one_place_leave_a_whole_file(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 200_000 for number in range(4)]
+    failures: list[BaseException] = []
+
+    def write(content: bytes) -> None:
+        try:
+            for _ in range(10):
+                write_whole(tmp_path / "edits.json", content)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert (tmp_path / "edits.json").read_bytes() in contents
+    assert [path.name for path in tmp_path.iterdir()] == ["edits.json"]
+
+
+def test_a_long_regex_is_written_out_whole() -> None:
+    wanted = re.compile("blocks.1.attn.hook_z|" + "x" * 300, re.IGNORECASE)
+    made = eval(ip.zero(wanted).to_python(), {"ip": ip, "re": re})
+    assert made.where.sites == wanted
 
 
 def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:

@@ -112,6 +112,57 @@ def test_edits_that_speak_of_rows_need_one_batch(model: ip.TransformerModel) -> 
     assert moved == [3]
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ip.zero("z", layer=6, exclude={"rows": 1}),
+        ip.zero("z", layer=6, at=(0,)),
+        ip.clamp("resid_post", torch.zeros(2, 1, 192), layer=6),
+        ip.mean("resid_post", torch.zeros(2, 1, 192), layer=6),
+        ip.mean("resid_post", layer=6),
+        ip.resample("resid_post", layer=6),
+        ip.knockout(6, query=-1, key=torch.eye(14, dtype=torch.bool)[:2]),
+    ],
+    ids=repr,
+)
+def test_every_way_to_speak_of_rows_is_known(model: ip.TransformerModel, edit: ip.Edit) -> None:
+    texts = [CLEAN, CORRUPT]
+    one, both = (ip.measure(model, texts, LEAD, edits=[edit], batch_size=n) for n in (1, 2))
+    assert torch.allclose(one.edited, both.edited, atol=1e-4)
+    with pytest.raises(ValueError, match="speaks of rows of the batch"):
+        swept(edits=[edit])
+
+
+def test_means_of_caches_do_not_speak_of_rows(model: ip.TransformerModel) -> None:
+    _, cache = model.run_with_cache([CLEAN, CORRUPT], names_filter=("resid_post", 6))
+    for edit in (
+        ip.mean("resid_post", cache, layer=6),
+        ip.zero("z", layer=6, at=(..., 0)),
+        ip.zero("z", layer=6, at=(slice(None), 0)),
+    ):
+        assert swept(edits=[edit]).edits == (edit,)
+
+
+def test_edits_of_the_unembedding_have_all_positions(model: ip.TransformerModel) -> None:
+    mary = model.to_single_token(" Mary")
+    for pos, moved in ((0, 0.0), (-1, 5.0), (None, 5.0)):
+        edit = ip.add("unembed.hook_out", 5.0, neuron=mary, pos=pos)
+        found = ip.measure(model, [CLEAN], LEAD, edits=[edit]).effect
+        assert float(found) == pytest.approx(moved, abs=1e-4)
+
+
+def test_tokens_are_measured_and_told_as_lists(model: ip.TransformerModel) -> None:
+    tokens = model.to_tokens([CLEAN, CORRUPT])
+    result = ip.measure(model, tokens, LEAD)
+    assert json.loads(json.dumps(result.to_dict()))["inputs"] == tokens.tolist()
+    assert torch.equal(result.without, ip.measure(model, [CLEAN, CORRUPT], LEAD).without)
+    alone = ip.measure(model, tokens[0], LEAD).without
+    assert torch.allclose(alone, result.without[:, :1], atol=1e-4)
+    for texts, metric, said in (([], LEAD, "there is no text"), ([CLEAN], {}, "empty mapping")):
+        with pytest.raises(ValueError, match=said):
+            ip.measure(model, texts, metric)
+
+
 def test_without_edits_there_is_one_number_for_each_text(model: ip.TransformerModel) -> None:
     result = ip.measure(model, CLEAN, LEAD)
     assert result.edited is None
@@ -346,7 +397,10 @@ def test_the_command_line_sweeps_saves_and_runs_again(
         (["--clean", CLEAN, "--corrupt", "x", "--answer", " Mary"], "pair 0 has 14 and 1 tokens"),
         (["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " Mary Mary"], "is 2 tokens"),
         (["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " a", "--over", "x"], "over names"),
-        (["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " a", "--site", "x"], "no layer of"),
+        (
+            ["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " a", "--site", "x"],
+            "no site 'blocks.0.hook_x'",
+        ),
         (["--clean", CLEAN, "--answer", " a", "--edit", "add"], "needs nothing but a place"),
         (
             ["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " a", "--html", "x"],
@@ -375,3 +429,23 @@ def test_the_count_of_a_grid_is_at_most_a_thirteenth(capsys: pytest.CaptureFixtu
     off, most = re.search(r"per cell: (\S+), on effects up to (\S+)", out).groups()  # type: ignore[union-attr]
     assert float(off) < 1e-4
     assert float(most) > 0.1
+
+
+def test_an_edit_of_a_sweep_does_not_choose_what_the_sweep_goes_over() -> None:
+    with pytest.raises(ValueError, match=r"says which pos, and the sweep goes over 'pos': choose"):
+        ip.Experiment(
+            model="pocket",
+            clean="The Eiffel Tower is in",
+            metrics=ip.metrics.logit(" Paris"),
+            sweep={"over": ["layer", "pos"], "edit": ip.zero("z", pos=-1)},
+        )
+
+
+def test_an_ablation_is_called_by_its_edit() -> None:
+    experiment = ip.Experiment(
+        model="pocket",
+        clean="The Eiffel Tower is in",
+        metrics=ip.metrics.logit(" Paris"),
+        sweep={"over": ["layer", "head"], "edit": ip.zero("z")},
+    )
+    assert "zero at z" in repr(experiment.run())

@@ -231,6 +231,20 @@ def test_nothing_is_left_on_the_module_after_generating_and_raising() -> None:
     assert not any("forward" in vars(part) for part in module.modules())
 
 
+def test_hooks_of_one_text_are_those_of_a_scope_around_it() -> None:
+    module, ids = built("llama")
+    model = ip.wrap(module)
+    plain, shift = model.generate(ids, **OPTIONS), torch.linspace(-4, 4, 32)
+    steer = ip.add(("resid_post", 1), shift, phase="generated")
+    with model.hooks([steer]):
+        wanted = model.generate(ids, **OPTIONS)
+    assert not torch.equal(wanted, plain)
+    assert torch.equal(model.generate(ids, hooks=[steer], **OPTIONS), wanted)
+    pair = (("resid_post", 1), lambda value, hook: value + shift if hook.offset else value)
+    assert torch.equal(model.generate(ids, fwd_hooks=[pair], **OPTIONS), wanted)
+    assert torch.equal(model.generate(ids, **OPTIONS), plain)
+
+
 # Adapters, quantised weights, copies.
 
 

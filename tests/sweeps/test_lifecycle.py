@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.errors import Unsupported
 from interpose.models.transformer import TransformerModel
 from interpose.taps import context, eager
 from tests.leftovers import same_state, state_of
@@ -184,7 +185,7 @@ def by_hand(model: TransformerModel, clean: Tensor, corrupt: Tensor) -> Tensor:
     return (last[..., 20] - last[..., 33]).reshape(LAYERS, LENGTH, 2)
 
 
-@pytest.mark.parametrize("plan", ["auto", *PLANS])
+@pytest.mark.parametrize("plan", ["auto", "one per cell"])
 def test_hooks_that_stand_on_the_model_are_part_of_every_run(plan: str) -> None:
     model, ends = TransformerModel(oracle.build("gpt2")), oracle.pair()
     wanted, without = by_hand(model, *ends), sweep(model, *ends)
@@ -201,6 +202,35 @@ def test_hooks_that_stand_on_the_model_are_part_of_every_run(plan: str) -> None:
         result = sweep(model, *ends, plan=plan)
     assert torch.allclose(result.each[0], wanted, atol=1e-5)
     assert torch.equal(sweep(model, *ends).each, without.each)
+
+
+@pytest.mark.parametrize("plan", ["wavefront", "batches"])
+def test_rows_of_several_cells_are_not_run_under_hooks_of_others(plan: str) -> None:
+    """They would be edited twice where rows join, or as other rows than they are."""
+    model = TransformerModel(oracle.build("gpt2"))
+    with model.hooks([ip.scale("resid_pre", 1.5, layer=1)]):
+        assert sweep(model, *oracle.pair()).tally.plan == "one per cell"
+        with pytest.raises(Unsupported, match="other hooks are on the model"):
+            sweep(model, *oracle.pair(), plan=plan)
+
+
+@pytest.mark.parametrize("site", ["resid_pre", "mlp_out"])
+def test_raw_hooks_before_a_block_are_part_of_every_run_once(site: str) -> None:
+    model, (clean, corrupt) = TransformerModel(oracle.build("gpt2")), oracle.pair()
+    plain = sweep(model, clean, corrupt, site=site)  # and the proof
+    blocks = oracle.blocks(model.module)
+    with oracle.Spot(blocks[1]).through(lambda value: value * 1.5):
+        spots = [
+            oracle.Spot(block if site == "resid_pre" else block.mlp, site == "mlp_out")
+            for block in blocks
+        ]
+        cells = [oracle.Cell(spot, oracle.at(pos)) for spot in spots for pos in range(LENGTH)]
+        last = oracle.patched(model.module, corrupt, clean, cells)[..., -1, :]
+        wanted = (last[..., 20] - last[..., 33]).reshape(LAYERS, LENGTH, 2)
+        for plan in PLANS:
+            found = sweep(model, clean, corrupt, site=site, plan=plan)
+            assert torch.allclose(found.each[0], wanted, atol=1e-5), plan
+    assert float((wanted - plain.each[0]).abs().max()) > 1e-2
 
 
 def test_raw_hooks_of_torch_are_part_of_every_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -453,6 +454,33 @@ def test_an_edit_may_say_positions_by_their_text() -> None:
         result = sweep(model, said, plan=plan, **options)
         assert float((alone - result.clean[:, None]).abs().max()) >= 1e-2
         assert torch.allclose(result.each, alone, atol=1e-5), plan
+
+
+def at_its_place(site: str, pos: int) -> Any:
+    """Of numbers for every position those of its own."""
+    return ip.add(site, torch.linspace(-1, 1, LENGTH * 32).reshape(1, LENGTH, 32), pos=pos)
+
+
+def at_its_place_by_name(site: str, pos: int) -> Any:
+    return dataclasses.replace(at_its_place(site, pos), value={site: at_its_place(site, pos).value})
+
+
+def at_two_places(site: str, pos: int) -> Any:
+    return ip.zero(site, pos=torch.tensor([pos, pos - 2]))
+
+
+@pytest.mark.parametrize("edit", [at_its_place, at_its_place_by_name, at_two_places])
+@pytest.mark.parametrize("site", ["resid_pre", "mlp_out"])
+def test_edits_with_positions_of_their_own_see_all_positions(
+    edit: Callable[..., Any], site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sizes, "least_tokens", 0)  # as on large models, where passes begin late
+    model, clean = build("gpt2"), oracle.pair()[0]
+    options: dict[str, Any] = {"site": site, "positions": [4, 9], "layers": [0, 1]}
+    options |= {"edit": edit, "metric": ip.metrics.logit(20)}
+    found = [sweep(model, clean, plan=plan, **options) for plan in PLANS]
+    assert float(found[2].effect.abs().min()) > 1e-4
+    assert all(torch.allclose(each.each, found[2].each, atol=1e-5) for each in found)
 
 
 # Batches of texts.

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import interpose as ip
 from interpose.sweeps import statistics
 from interpose.sweeps.planning import Tally
+from tests.sweeps import oracle
 
 TOKENS = ["<b>", " a & b", "\n", " averyverylongtokenthatgoesonandon", '"', " to"]
 
@@ -43,7 +45,7 @@ def made(
         "corrupt": drawn(len(metrics), examples) - 3,
         "direction": "denoise",
         "tally": Tally(plan="wavefront", forwards=2, token_layers=10, one_per_cell=130),
-        "noise_floor": 0.0,
+        "noise_floors": (0.0,) * len(metrics),
         "tokens": TOKENS[:positions] if examples == 1 else None,
     }
     return ip.SweepResult(**{**usual, **words})
@@ -215,7 +217,7 @@ def test_a_page_has_every_label_escaped_and_loads_nothing(tmp_path: Path) -> Non
     assert "wavefront: 2 forwards, 10 token-layers" in page
     assert not re.search(r"<script|<link|src=[\"'](?!data:)|https?://", page)
     assert made()._repr_html_() in (made().save(tmp_path / "other.html").read_text())
-    with pytest.raises(ValueError, match=r"save writes .html or .json; got '.*x.png'"):
+    with pytest.raises(ValueError, match=r"save writes .html, .svg or .json; got '.*x.png'"):
         made().save(tmp_path / "x.png")
 
 
@@ -242,7 +244,7 @@ def test_one_axis_is_bars_and_many_columns_are_folded() -> None:
 
 
 def test_effects_within_the_noise_floor_are_marked() -> None:
-    result = made(layers=2, noise_floor=2.0)
+    result = made(layers=2, noise_floors=(2.0,))
     within = result.effect.abs() <= 2.0
     assert 0 < int(within.sum()) < 12
     assert torch.equal(result.within_noise, within)
@@ -252,6 +254,45 @@ def test_effects_within_the_noise_floor_are_marked() -> None:
     text = repr(result)
     assert f"{int(within.sum())} of 12 effects are within it" in text
     assert len(re.findall(r"\(-?\d\.\d\d\)", text)) == int(within.sum())
+
+
+def test_each_metric_has_a_noise_floor_of_its_own() -> None:
+    result = made(layers=2, metrics=("loud", "quiet"), noise_floors=(3.0, 1.0))
+    assert result.noise_floor == 3.0
+    floors = torch.tensor([3.0, 1.0])[:, None, None]
+    within = result.effect.abs() <= floors
+    assert not torch.equal(within[1], result.effect[1].abs() <= 3.0)
+    assert torch.equal(result.within_noise, within)
+    assert result.html().count("color:#8c959f") == int(within.sum())
+    assert "noise floor 3, 1:" in repr(result)
+    again = ip.SweepResult.from_dict(json.loads(json.dumps(result.to_dict())))
+    assert again.noise_floors == (3.0, 1.0)
+
+
+def test_short_floats_have_a_noise_floor_for_each_metric() -> None:
+    model = ip.wrap(oracle.build("gpt2").half())
+    metrics = {"far": lambda x: 1000 * x[:, -1, 5], "near": lambda x: x[:, -1, 5]}
+    found = ip.sweep(model, *oracle.pair(), metric=metrics, max_rows=2, progress=False)
+    far, near = found.noise_floors
+    assert far == pytest.approx(1000 * near)
+    alone = ip.sweep(model, *oracle.pair(), metric=metrics["near"], max_rows=2, progress=False)
+    assert torch.equal(found.within_noise[1], alone.within_noise)
+
+
+def test_a_position_of_what_looks_at_several_is_refused() -> None:
+    for wrong in (lambda: ip.metrics.loss(pos=2), lambda: ip.metrics.function(len, pos=0)):
+        with pytest.raises(ValueError, match="looks at several positions, so pos means nothing"):
+            wrong()
+    with pytest.raises(ValueError, match="last is at least 1"):
+        ip.metrics.function(len, last=0)
+
+
+def test_a_token_may_be_a_number_of_torch_or_numpy() -> None:
+    model, ends = ip.wrap(oracle.build("gpt2")), oracle.pair()
+    wanted = ip.sweep(model, *ends, metric=ip.metrics.logit(7), progress=False)
+    for token in (torch.tensor(7), numpy.int64(7)):
+        found = ip.sweep(model, *ends, metric=ip.metrics.logit(token), progress=False)
+        assert torch.equal(found.each, wanted.each)
 
 
 def test_a_sweep_of_a_real_model_labels_positions_by_tokens() -> None:

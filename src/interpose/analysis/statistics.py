@@ -163,7 +163,8 @@ class Statistics(Detector):
     Args:
         sites: where; None for the output of every module.
         unit_axis: the axis that counts the units; by default 1 for images (four or five axes: their
-            channels), else the last.
+            channels), else the last. Of a text's values [batch, pos, ...] everything after the position
+            is a unit, heads side by side, and padding is left out.
     """
 
     def __init__(self, sites: Filter = None, *, unit_axis: int | None = None) -> None:
@@ -173,17 +174,20 @@ class Statistics(Detector):
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Add a batch of values."""
-        rows = self._rows(value, hook.name)
+        rows = self._rows(value, hook)
         if rows.numel():
             self._add(hook.name, _Summary.of(rows))
 
-    def _rows(self, value: Tensor, name: str) -> Tensor:
+    def _rows(self, value: Tensor, hook: HookPoint) -> Tensor:
         """A value as [sample, unit]."""
+        name = hook.name
         if value.is_complex():
             raise TypeError(f"statistics are of real numbers; {name!r} is {value.dtype}.")
         if value.ndim == 0:
             return value.reshape(1, 1)
         axis = self.unit_axis
+        if axis is None and hook.axes[:2] == ("batch", "pos") and value.ndim > 2:
+            return _tokens(value, hook)
         if axis is None:
             axis = 1 if value.ndim in (4, 5) else -1
         if not -value.ndim <= axis < value.ndim:
@@ -212,6 +216,15 @@ class Statistics(Detector):
         """What was found so far."""
         found = self._summaries.items()
         return ActivationStatistics(tuple(_finished(site, sums.to("cpu")) for site, sums in found))
+
+
+def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
+    """A value of a text, [batch, pos, ...], as [token, unit]: heads side by side, padding left out."""
+    value = value.cpu() if value.device.type == "mps" else value  # mps has no float64
+    mask = hook.given.get("attention_mask")
+    if mask is not None and mask.shape == value.shape[:2]:
+        return value[mask.to(value.device) != 0].flatten(1)
+    return value.flatten(2).flatten(0, 1)
 
 
 def _finished(site: str, sums: _Summary) -> SiteStatistics:

@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("experiment", help="what ip.Experiment.save wrote")
     run.add_argument("--python", action="store_true", help="print a script that does the same")
     run.add_argument("--html", help="also write the result as a page")
+    run.add_argument("--json", help="also write the numbers")
     run.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
     _add_sweep(commands.add_parser("sweep", help="change a model at one place after another"))
     return parser
@@ -70,7 +71,7 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--clean", nargs="+", metavar="TEXT", help="one text or several")
     sweep.add_argument("--corrupt", nargs="+", metavar="TEXT", help="of as many tokens each")
     sweep.add_argument("--site", default="resid_pre", help="such as resid_pre, z, attn_out,mlp_out")
-    sweep.add_argument("--over", default="layer,pos", help="of site, layer, head, pos")
+    sweep.add_argument("--over", default="layer,pos", help="of site, layer, head, neuron, pos")
     sweep.add_argument(
         "--answer", nargs="+", metavar="TOKEN", help="one for all texts, or one each"
     )
@@ -78,7 +79,8 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument("--edit", help="do this instead of patching, such as zero")
     sweep.add_argument("--direction", choices=("denoise", "noise"), help="default: denoise")
     sweep.add_argument("--plan", choices=("wavefront", "batches", "one per cell"))
-    for name in ("layers", "heads", "positions"):
+    sweep.add_argument("--align", choices=("end",), help="let pairs of other lengths end together")
+    for name in ("layers", "heads", "neurons", "positions"):
         sweep.add_argument(f"--{name}", type=int, nargs="+", help="only these")
     sweep.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
     sweep.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
@@ -137,7 +139,11 @@ def _run(given: argparse.Namespace) -> int:
     from interpose.cli import run
 
     for part in run.run(
-        given.experiment, python=given.python, html=given.html, device=given.device
+        given.experiment,
+        python=given.python,
+        html=given.html,
+        device=given.device,
+        json=given.json,
     ):
         _print(part)
     return 0

@@ -9,13 +9,15 @@ from pathlib import Path
 from interpose.experiments.experiment import Experiment
 
 
-def run(path: str, *, python: bool, html: str | None, device: str | None) -> Iterator[str]:
+def run(
+    path: str, *, python: bool, html: str | None, device: str | None, json: str | None = None
+) -> Iterator[str]:
     """Run an experiment; yields what to print."""
     experiment = Experiment.load(path)
     if python:
         yield experiment.to_python(path).rstrip("\n")
         return
-    yield from shown(experiment, html=html, device=device)
+    yield from shown(experiment, html=html, device=device, json=json)
 
 
 def shown(

@@ -81,8 +81,10 @@ class knockout(Edit):
             lowered = value.masked_fill(edges, float("-inf"))
             self._refuse_blindness(visible, visible & ~edges, hook)
             return lowered
-        spot = Spot(self, next(iter(find(at(), value, hook).blocks)), value, hook)  # type: ignore[union-attr]
-        kept = 1 - torch.as_tensor(spot.strength()).to(value)
+        kept = torch.ones_like(value)
+        for block in places.blocks:
+            own = 1 - torch.as_tensor(Spot(self, block, value, hook).strength()).to(value)
+            kept = block.put(kept, own.expand(block.sizes()))
         if bool((kept < 0).any()):
             raise ValueError(f"{self!r}: a strength above 1 would make weights negative.")
         gone = (kept == 0) & edges

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 import torch
@@ -68,6 +69,9 @@ class Edit(Saved, Controller):
         vars(self).update({name: getattr(where, name) for name in FIELDS}, sites=where)
         for one in (where, *(where.exclude or ())):
             vars(one)["_label"] = repr(self)
+        strength: Any = self.strength
+        if not isinstance(strength, (int, float, Tensor, NoneType)):
+            vars(self)["strength"] = torch.as_tensor(strength)
         if isinstance(self.strength, Tensor) and self.strength.ndim > 1:
             raise EditShapeError(f"{self!r}: strength is a number, or one for each row [batch].")
 
@@ -171,6 +175,12 @@ class Spot:
         Each axis may have the size of the value's (then the selection is cut out), of the part's, or
         one. It comes back on the part's device and in its dtype.
         """
+        if self.edit.where.at is ... and given.ndim == self.whole.ndim:
+            self.must_have_rows(given)
+        return self.fitted(given)
+
+    def fitted(self, given: Tensor) -> Tensor:
+        """The same for a tensor of which the rows are known to be the part's."""
         given = given.to(device=self.whole.device, dtype=self.whole.dtype)
         sizes, index = self.block.sizes(), self.edit.where.at
         if index is not ... and given.shape != self.whole.shape:
@@ -183,6 +193,15 @@ class Spot:
         if not _fits(wide.shape, sizes):
             raise self._misfit(given)
         return wide if index is ... else wide.expand(sizes)[index]
+
+    def must_have_rows(self, given: Tensor) -> None:
+        """Refuse a tensor with the value's axes whose rows belong to no rows that are known."""
+        batch = self.block.batch
+        if batch is not None and not self.block.has_place_for_rows(given.shape[batch]):
+            raise EditShapeError(
+                f"{self.edit!r} has a value of shape {tuple(given.shape)}, for {given.shape[batch]} rows; "
+                f"{self.hook.name!r} has {self.whole.shape[batch]}."
+            )
 
     def _misfit(self, given: Tensor) -> EditShapeError:
         return EditShapeError(
@@ -200,17 +219,16 @@ class Spot:
 
     def strength(self) -> float | Tensor:
         """The strength, for each row of the selected part."""
-        given, rows, part = self.edit.strength, self.block.rows, self.part
+        given, part = self.edit.strength, self.part
         if not isinstance(given, Tensor) or given.ndim == 0:
             return given.to(part) if isinstance(given, Tensor) else float(given or 0.0)
         given = given.to(device=part.device, dtype=part.dtype)
-        if len(given) == self.whole.shape[self.batch] and rows is not None:
-            given = given.index_select(0, rows.to(given.device))
-        if len(given) not in (1, part.shape[self.batch]):
+        if not self.block.has_place_for_rows(len(given)):
             raise EditShapeError(
                 f"{self.edit!r} has a strength for each of {len(given)} rows; {self.hook.name!r} has "
                 f"{self.whole.shape[self.batch]}."
             )
+        given = self.block.own_rows(given, 0)
         given = given.reshape([-1 if axis == self.batch else 1 for axis in range(part.ndim)])
         return given if self.edit.where.at is ... else given.expand(part.shape)[self.edit.where.at]
 

@@ -49,12 +49,14 @@ class Block:
     """Places along some axes of a value of a given shape.
 
     ``index`` has them by axis. ``by_row`` [rows, n] are places along the axis ``pos`` that differ by
-    row. ``ordinal`` and ``rank`` say which of the ``total`` selected positions each one here is.
+    row; then ``among`` are all rows of the selection, of which other blocks may have some. ``ordinal`` and
+    ``rank`` say which of the ``total`` selected positions each one here is.
     """
 
     shape: torch.Size
     index: Mapping[int, Tensor] = field(default_factory=dict)
     by_row: Tensor | None = None
+    among: Tensor | None = None
     batch: int | None = None
     pos: int | None = None
     ordinal: Tensor | None = None
@@ -84,11 +86,29 @@ class Block:
     def take(self, value: Tensor) -> Tensor:
         """This part of a tensor; an axis of another size than the value's is left as it is."""
         for axis, found in self.index.items():
-            if value.shape[axis] == self.shape[axis]:
+            if axis == self.batch:
+                value = self.own_rows(value, axis)
+            elif value.shape[axis] == self.shape[axis]:
                 value = value.index_select(axis, found.to(value.device))
         if self.by_row is not None and value.shape[self.pos] == self.shape[self.pos]:  # type: ignore[index]
             value = self._gathered(value, self.by_row)
         return value
+
+    def own_rows(self, value: Tensor, axis: int) -> Tensor:
+        """Its rows of a tensor that has all of the value's, or all of the selection's, along an axis."""
+        found = self.rows
+        if found is not None and value.shape[axis] == self.shape[self.batch]:  # type: ignore[index]
+            return value.index_select(axis, found.to(value.device))
+        if found is not None and self.among is not None and value.shape[axis] == len(self.among):
+            places = torch.searchsorted(self.among, found)
+            return value.index_select(axis, places.to(value.device))
+        return value
+
+    def has_place_for_rows(self, count: int) -> bool:
+        """Whether a tensor of so many rows can be told to belong to it: not by their number in this block alone."""
+        assert self.batch is not None
+        own = self.sizes()[self.batch] if self.among is None else len(self.among)
+        return count in (1, own, self.shape[self.batch])
 
     def _gathered(self, value: Tensor, places: Tensor) -> Tensor:
         """Of each row of a tensor its own places [rows, n] along the axis of positions."""
@@ -106,9 +126,8 @@ class Block:
         assert self.pos is not None
         if found.ndim == 1:
             return value.index_select(self.pos, found.to(value.device))
-        if value.shape[self.batch] == self.shape[self.batch] and self.rows is not None:  # type: ignore[index]
-            value = value.index_select(self.batch, self.rows.to(value.device))  # type: ignore[arg-type]
-        return self._gathered(value, found)
+        assert self.batch is not None
+        return self._gathered(self.own_rows(value, self.batch), found)
 
     def put(self, value: Tensor, part: Tensor) -> Tensor:
         """A value with this part replaced."""
@@ -254,6 +273,7 @@ class _Search:
                 blocks = [Block(index=index, **about)]
         else:
             rows = torch.arange(self.count, device="cpu") if rows is None else rows
+            about["among"] = rows
             groups: dict[tuple[int, int | None], list[int]] = {}
             for row in rows.tolist():
                 groups.setdefault((len(chosen[row].places), chosen[row].total), []).append(row)

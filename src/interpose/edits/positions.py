@@ -72,6 +72,8 @@ def places(given: Any, count: int, what: str, label: str, name: str) -> Tensor:
                 f"{label}: a mask of {len(wanted)} {what}; {name!r} has {count} {what}."
             )
         return wanted.nonzero().flatten()
+    if wanted.is_floating_point():
+        raise TypeError(f"{label}: {what} are whole numbers; got {given!r}.")
     if bool(((wanted >= count) | (wanted < -count)).any()):
         raise IndexError(f"{label}: {name!r} has {count} {what}.")
     found: Tensor = torch.unique(wanted % count)

@@ -65,6 +65,7 @@ def brought(given: Tensor, spot: Spot, source_pos: Any = None) -> Tensor:
                 f"{hook.name!r} has them; it is {tuple(given.shape)}."
             )
         return spot.cut(given)
+    spot.must_have_rows(given)
     length, here = given.shape[axis], spot.whole.shape[axis]
     if source_pos is not None:
         wanted = _in_order(source_pos, length, spot.edit, hook)
@@ -79,9 +80,9 @@ def brought(given: Tensor, spot: Spot, source_pos: Any = None) -> Tensor:
     elif length not in (1, here, block.sizes()[axis]):
         raise EditShapeError(
             f"{spot.edit!r}: the source has {length} positions and {hook.name!r} {here}. Say which of the "
-            "source's take whose place: pos=..., source_pos=..."
+            "source's go there: source_pos=..., as many as pos has."
         )
-    return spot.cut(given)
+    return spot.fitted(given)
 
 
 def _in_order(source_pos: Any, length: int, edit: Edit, hook: HookPoint) -> Tensor:
@@ -192,8 +193,11 @@ def _others(spot: Spot, ndim: int, per_position: bool) -> list[int]:
 
 
 def _of_units(found: Tensor, spot: Spot) -> Tensor:
-    """Statistics have one number for each unit: along the last axis, or the channels of an image."""
+    """Statistics have one number for each unit: of a token, along the last axis, or the channels of an image."""
     hook, ndim = spot.hook, spot.whole.ndim
+    units = spot.whole.shape[2:]
+    if hook.axes[:2] == ("batch", "pos") and len(found) == units.numel():
+        return found.reshape(1, 1, *units)
     axis = unit_axis(hook.axes, ndim)
     if "head" in hook.axes or len(found) != spot.whole.shape[axis]:
         raise EditShapeError(
@@ -234,6 +238,12 @@ class resample(Edit):
                 f"{self!r}: its source has {tuple(given.shape)} for {hook.name!r}, which is "
                 f"{tuple(spot.whole.shape)}."
             )
+        mask = hook.given.get("attention_mask")
+        if self.source is None and mask is not None and not bool(mask.all()):
+            raise EditError(
+                f"{self!r}: the texts of the batch have different lengths, so that some would get the padding of "
+                "others. Give texts of one length, or source=cache of such texts."
+            )
         chosen = other_rows(rows, given.shape[axis], self.seed)
         given = given.index_select(axis, chosen.to(given.device))
         return brought(given, spot)
@@ -247,6 +257,8 @@ def other_rows(rows: int, there: int, seed: int) -> Tensor:
         chosen = torch.empty_like(order)
         chosen[order] = order.roll(1)  # each takes the one before it in a random ring
         return chosen
-    chosen = torch.randint(max(there - 1, 1), (rows,), generator=generator, device="cpu")
     own = torch.arange(rows, device="cpu")
-    return torch.where((chosen >= own) & (there > 1), chosen + 1, chosen).clamp_max(there - 1)
+    has_own = (own < there) & (there > 1)
+    drawn = torch.rand(rows, generator=generator, device="cpu", dtype=torch.float64)
+    chosen = (drawn * (there - has_own.long())).long()
+    return torch.where(has_own & (chosen >= own), chosen + 1, chosen)

@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from interpose.edits.files import write_whole
 from interpose.engine.cache import Cache
 from interpose.errors import EditError
 from interpose.sites.tree import Site
@@ -30,6 +30,8 @@ _HOMES = ("attention", "basic", "reference", "selector", "subspace")
 _KINDS: dict[str, type[Saved]] = {}
 _SMALL = 16
 """Tensors of so many numbers are written out in Python expressions."""
+_LONG = 150
+"""Letters of a regex: what Python itself writes of longer ones is cut off."""
 
 
 class Saved:
@@ -265,8 +267,8 @@ def _shown(value: Any, name: str, short: bool, tensors: dict[str, Tensor] | None
         if isinstance(value, list):
             return f"[{', '.join(parts)}]"
         return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float({str(value)!r})"
+    if isinstance(value, float):  # NumPy's too
+        return repr(float(value)) if math.isfinite(value) else f"float({str(float(value))!r})"
     if isinstance(value, Tensor):
         if short:
             return f"tensor{tuple(value.shape)}"
@@ -286,7 +288,9 @@ def _shown(value: Any, name: str, short: bool, tensors: dict[str, Tensor] | None
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, nn.Module):
         return _named(value.weight.detach(), name, tensors)  # type: ignore[operator]
-    if value is None or isinstance(value, (bool, int, float, str, slice, range, re.Pattern)):
+    if isinstance(value, re.Pattern) and len(value.pattern) > _LONG:
+        return f"re.compile({value.pattern!r}, {value.flags})"
+    if value is None or isinstance(value, (bool, int, str, slice, range, re.Pattern)):
         return repr(value)
     if value is ...:
         return "..."
@@ -327,8 +331,8 @@ def save_edits(path: str | Path, edits: Saved | Iterable[Saved]) -> None:
     if tensors:
         raw = save(tensors)
         data["tensors"] = f"tensors-{hashlib.sha256(raw).hexdigest()[:16]}.safetensors"
-        _write(folder / data["tensors"], raw)
-    _write(folder / "edits.json", json.dumps(data, indent=1, allow_nan=False).encode())
+        write_whole(folder / data["tensors"], raw)
+    write_whole(folder / "edits.json", json.dumps(data, indent=1, allow_nan=False).encode())
     for old in folder.glob("tensors-*.safetensors"):
         if old.name != data.get("tensors"):
             old.unlink(missing_ok=True)
@@ -342,19 +346,6 @@ def _each(edits: Any) -> list[Saved]:
                 f"save_edits takes edits and selectors; got {type(edit).__name__}: {edit!r}"
             )
     return found
-
-
-def _write(path: Path, raw: bytes) -> None:
-    """Put a whole file in its place at once."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_edits(path: str | Path, device: str | torch.device = "cpu") -> list[Any]:

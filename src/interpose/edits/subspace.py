@@ -99,6 +99,8 @@ class project_cap(Edit):
         super().__post_init__()
         if self.low is None and self.high is None:
             raise TypeError(f"{self!r}: say low, high or both.")
+        if any(isinstance(bound, Tensor) and bound.numel() != 1 for bound in (self.low, self.high)):
+            raise EditShapeError(f"{self!r}: low and high are one number each.")
         if self.low is not None and self.high is not None and bool(self.low > self.high):
             raise ValueError(f"{self!r}: low is above high.")
 
@@ -118,9 +120,9 @@ class project_cap(Edit):
         coordinate = centred @ unit
         capped = coordinate
         if self.low is not None:
-            capped = torch.maximum(capped, torch.as_tensor(self.low).to(capped))
+            capped = torch.maximum(capped, torch.as_tensor(self.low).to(capped).reshape(()))
         if self.high is not None:
-            capped = torch.minimum(capped, torch.as_tensor(self.high).to(capped))
+            capped = torch.minimum(capped, torch.as_tensor(self.high).to(capped).reshape(()))
         moved = wide + (capped - coordinate)[..., None] * unit
         return moved.movedim(-1, spot.units)
 

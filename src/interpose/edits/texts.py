@@ -91,8 +91,7 @@ def by_row(
     seen = _seen(where, window, hook, value, batch)
     complete = seen.first == 0 and seen.tokens.shape[1] >= window.total
     found = []
-    chosen = None if where.rows is None else where.rows
-    needed = range(batch) if chosen is None else _rows(chosen, batch)
+    needed = range(batch) if where.rows is None else _rows(where.rows, batch)
     for row in range(batch):
         there: set[int] = set()
         for text in wanted:
@@ -107,9 +106,9 @@ def by_row(
 
 
 def _rows(chosen: Any, batch: int) -> list[int]:
-    return torch.arange(batch, device="cpu")[
-        [chosen] if isinstance(chosen, int) else chosen
-    ].tolist()
+    if not isinstance(chosen, (slice, Tensor)):
+        chosen = [chosen] if isinstance(chosen, int) else list(chosen)
+    return torch.arange(batch, device="cpu")[chosen].tolist()
 
 
 def _missing(where: Any, text: str, row: int, pieces: list[str]) -> str:

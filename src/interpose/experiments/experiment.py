@@ -279,6 +279,17 @@ def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(edit, Edit):
         raise TypeError(f"the edit of a sweep is data, such as ip.zero('z'); got {edit!r}.")
     site = edit.where.sites
+    over = found.get("over", ("layer", "pos"))
+    twice = [
+        axis
+        for axis in over
+        if axis in ("head", "neuron", "pos") and getattr(edit, axis) is not None
+    ]
+    if twice:
+        raise ValueError(
+            f"{edit!r} says which {twice[0]}, and the sweep goes over {twice[0]!r}: choose with "
+            f"{ {'head': 'heads', 'neuron': 'neurons', 'pos': 'positions'}[twice[0]] }=[...], or leave it out of over."
+        )
     if edit.layer is not None or found.setdefault("site", site) != site:
         raise ValueError(
             f"{edit!r} is made at each place of the sweep: it names the sweep's site, and no layer."

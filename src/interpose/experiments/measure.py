@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from interpose.analysis.result import TableResult, number
+from interpose.edits.edit import Edit
+from interpose.edits.reference import mean, resample
 from interpose.errors import Unsupported
 from interpose.models.running.trial import first_tensor
-from interpose.sweeps.metrics import Examples, Metric, as_metric
+from interpose.sweeps.answers import others_look
+from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
 from interpose.sweeps.prompts import Batch, batches
+from interpose.sweeps.proof import others_listen
 from interpose.sweeps.reference import no_cache, wanted_logits
 
 _LONGEST = 60  # letters of a text in a table
@@ -129,9 +133,13 @@ def measure(
         )
     named = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
     metrics = {name: as_metric(given) for name, given in named.items()}
+    if not metrics:
+        raise ValueError("metric is an empty mapping; give at least one, by its name.")
+    if isinstance(inputs, Tensor):
+        inputs = inputs.reshape(-1, inputs.shape[-1]).tolist()
     inputs = [inputs] if isinstance(inputs, str) else list(inputs)
     whole = any(map(speaks_of_rows, edits))
-    size = len(inputs) if whole else batch_size
+    size = max(1, len(inputs)) if whole else batch_size
     parts = batches(model, inputs, None, size=size, prepend_bos=prepend_bos, align=None)
     if whole and len(parts) > 1:
         which = next(edit for edit in edits if speaks_of_rows(edit))
@@ -148,7 +156,7 @@ def measure(
     return Measured(
         inputs=tuple(inputs),
         metrics=tuple(metrics),
-        measured=tuple(map(repr, metrics.values())),
+        measured=tuple(map(label, metrics.values())),
         edits=tuple(map(repr, edits)),
         without=found[0],
         edited=found[1] if edits else None,
@@ -159,8 +167,7 @@ def _measured(
     model: Any, part: Batch, metrics: Sequence[Metric], edits: Sequence[Any], total: int
 ) -> Tensor:
     """What metrics say of one batch, without edits and with them: [2, metric, example]."""
-    kept = [metric.keep for metric in metrics]
-    keep = None if None in kept else max(count for count in kept if count is not None)
+    keep = None if _sees_logits(model, edits) else kept_by(metrics)
     tokens = part.clean["input_ids"]
     examples = Examples(model=model, tokens=tokens, numbers=part.numbers, total=total)
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -172,7 +179,8 @@ def _measured(
 
     plain = logits(())
     edited = logits(edits) if edits else plain
-    measures = [metric.bind(replace(examples, clean=plain)) for metric in metrics]
+    examples = replace(examples, clean=plain, mask=part.clean.get("attention_mask"))
+    measures = [metric.bind(examples) for metric in metrics]
     return torch.stack(
         [
             torch.stack([one(some, rows).float().cpu() for one in measures])
@@ -181,16 +189,40 @@ def _measured(
     )
 
 
+def _sees_logits(model: Any, edits: Sequence[Any]) -> bool:
+    """Whether others than metrics look at the unembedding, or may: then it has all positions."""
+    if others_listen(model) or not all(isinstance(edit, Edit) for edit in edits):
+        return True
+    found = [site.canonical for edit in edits for site, _ in edit.where.select_in(model.tree)]
+    return others_look(model, found)
+
+
+_BY_ROW = {"strength": 1, "pos": 2, "key": 2, "source": 3, "value": 3, "by": 3, "min": 3, "max": 3}
+"""Words of edits, and of how many axes their tensors are if the first is one of rows."""
+
+
 def speaks_of_rows(edit: Any) -> bool:
     """Whether an edit means something else in another batch: by its rows, or values for each of them."""
-    said = vars(edit) if hasattr(edit, "__dict__") else {}
-    if said.get("rows") is not None or type(edit).__name__ == "resample":
-        return True
-    if type(edit).__name__ == "mean" and said.get("mean") is None:
-        return True
-    for name, fewest in (("strength", 1), ("pos", 2), ("source", 3), ("value", 3), ("by", 3)):
-        given = said.get(name)
-        held = list(given.values()) if isinstance(given, Mapping) else [given]
-        if any(isinstance(one, Tensor) and one.ndim >= fewest and len(one) > 1 for one in held):
+    if not isinstance(edit, Edit):
+        return False
+    if isinstance(edit, mean):
+        held = edit.mean  # of a cache the mean over rows is taken
+        if held is None or (isinstance(held, Tensor) and held.ndim >= 3 and len(held) > 1):
             return True
-    return False
+    if isinstance(edit, resample):
+        return True
+    if any(where.rows is not None for where in (edit, *(edit.exclude or ()))):
+        return True
+    if edit.at is not ...:
+        first = edit.at[0] if isinstance(edit.at, tuple) and edit.at else edit.at
+        if first is not ... and not (isinstance(first, slice) and first == slice(None)):
+            return True
+    return any(
+        isinstance(one, Tensor) and one.ndim >= fewest and len(one) > 1
+        for name, fewest in _BY_ROW.items()
+        for one in _held(vars(edit).get(name))
+    )
+
+
+def _held(given: Any) -> Iterable[Any]:
+    return given.values() if isinstance(given, Mapping) else (given,)

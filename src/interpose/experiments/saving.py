@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from interpose.edits.edit import Edit
+from interpose.edits.files import write_whole
 from interpose.experiments.tensors import expressions, raw
 from interpose.sweeps.metrics import Metric
 
@@ -114,9 +114,9 @@ def save(experiment: Experiment, path: Path) -> None:
     data = as_data(experiment, tensors)
     file, content = tensors_file(experiment, path)
     if tensors:
-        _write(path.with_name(file), content)
+        write_whole(path.with_name(file), content)
         data["tensors"] = file
-    _write(path, json.dumps(data, indent=1, allow_nan=False).encode())
+    write_whole(path, json.dumps(data, indent=1, allow_nan=False).encode())
     ours = re.compile(rf"{re.escape(path.stem)}-[0-9a-f]{{16}}\.safetensors")
     for old in path.parent.iterdir():
         if ours.fullmatch(old.name) and old.name != data.get("tensors"):
@@ -151,16 +151,3 @@ def load(path: Path) -> dict[str, Any]:
         return from_data(data, tensors)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put a whole file in its place at once."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

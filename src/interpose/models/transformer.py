@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from interpose.engine.model import Model
+from interpose.engine.standing import HookItem
 from interpose.models.discovery.anatomy import Anatomy
 from interpose.models.naming.catalog import SemanticSites
 from interpose.models.naming.table import Table
@@ -85,13 +87,15 @@ class TransformerModel(Text, Forward, Weights, Model):
         return_type: str = "input",
         prepend_bos: bool | None = None,
         padding_side: str | None = None,
+        hooks: Iterable[HookItem] = (),
+        fwd_hooks: Iterable[tuple[Any, Any]] = (),
         **options: Any,
     ) -> Any:
         """Generate text with transformers' own ``generate``; hooks in scope fire at every step.
 
         ```python
-        with model.hooks([ip.zero("blocks.3.hook_mlp_out", phase="generated")]):
-            model.generate("The capital of France is", max_new_tokens=5)
+        silent = ip.zero("blocks.3.hook_mlp_out", phase="generated")
+        model.generate("The capital of France is", max_new_tokens=5, hooks=[silent])
         ```
 
         Args:
@@ -100,16 +104,21 @@ class TransformerModel(Text, Forward, Weights, Model):
             prepend_bos: as in `to_tokens`.
             padding_side: where shorter texts are padded: by default at the left, so that all go
                 on from their last token; at the right for an encoder.
+            hooks: hooks and edits for this text, besides those in scope.
+            fwd_hooks: pairs of a name and a function, likewise.
             **options: what transformers' ``generate`` takes.
         """
-        return generation.generate(
-            self,
-            input,
-            return_type=return_type,
-            prepend_bos=prepend_bos,
-            padding_side=padding_side,
-            **options,
-        )
+        hooks, fwd_hooks = list(hooks), list(fwd_hooks)
+        some = hooks or fwd_hooks  # an empty scope would keep transformers from compiling
+        with self.hooks(hooks, fwd_hooks=fwd_hooks) if some else nullcontext():
+            return generation.generate(
+                self,
+                input,
+                return_type=return_type,
+                prepend_bos=prepend_bos,
+                padding_side=padding_side,
+                **options,
+            )
 
     generate_batch = generate_batch
 

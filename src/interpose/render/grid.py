@@ -66,11 +66,12 @@ class Grid:
             style = "background:#eaeef2;color:#8c959f"
         if self.numbers:
             size = ";font-size:11px;padding:4px 5px" if self.upright else ""
-            return f'<td style="{_CELL}{size};{style}">{self._number(value)}</td>'
-        hint = f"{self.rows[row]}, {self.columns[column]}: {self._number(value)}"
+            return f'<td style="{_CELL}{size};{style}">{self.number(value)}</td>'
+        hint = f"{self.rows[row]}, {self.columns[column]}: {self.number(value)}"
         return f'<td title="{escape(hint)}" style="{_DOT};{style}"></td>'
 
-    def _number(self, value: float) -> str:
+    def number(self, value: float) -> str:
+        """A number as a cell shows it."""
         shown = f"{value + 0.0:.{self.digits}f}"
         return shown if shown.strip("-0.") else shown.removeprefix("-")
 
@@ -96,7 +97,7 @@ class Grid:
         return "\n".join(lines)
 
     def _coded(self, value: float, width: int, coloured: bool, faint: bool) -> str:
-        shown = (f"({self._number(value)})" if faint else self._number(value)).rjust(width)
+        shown = (f"({self.number(value)})" if faint else self.number(value)).rjust(width)
         if not coloured or faint:
             return shown
         back = colours.diverging(value, self.limit)

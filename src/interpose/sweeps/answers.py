@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,17 @@ def can_be_picked(model: Any) -> bool:
     """Whether the unembedding is a plain linear map."""
     place = model.anatomy.unembed
     return place is not None and type(place.module) is nn.Linear
+
+
+def others_look(model: Any, sites: Iterable[str] = ()) -> bool:
+    """Whether somebody else than metrics looks at the unembedding: sites of it, or hooks of torch on it."""
+    place = model.anatomy.unembed
+    if place is None:
+        return True
+    module = place.module
+    names = ("unembed", *(path for path, each in model.tree.modules() if each is module))
+    at_it = any(site.split(".hook_")[0].removesuffix(".input") in names for site in sites)
+    return at_it or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @dataclass(slots=True, eq=False)

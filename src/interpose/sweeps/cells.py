@@ -72,8 +72,11 @@ def patch(cells: Sequence[Cell], source: Callable[[str], Tensor]) -> Change:
             if getattr(cells[rows[0].cell], name) is not None
         }
 
+        neurons = [cells[row.cell].neuron or 0 for row in rows]
+
         def change(value: Tensor, first: int, end: int, hook: HookPoint) -> Tensor:
             must_have_rows(value, end - first, hook)
+            must_have_units(value, neurons[first:end], hook)
             there = source(cells[rows[first].cell].site)
             part = {name: numbers[first:end] for name, numbers in fields.items()}
             here, from_there = _indices(value, there, examples[first:end], part, hook)
@@ -167,6 +170,14 @@ def must_have_rows(value: Tensor, count: int, hook: HookPoint) -> None:
         raise Unsupported(
             f"{hook.name!r} is {tuple(value.shape)} for {count} rows: they share it, and none has its own."
         )
+
+
+def must_have_units(value: Tensor, neurons: Sequence[int], hook: HookPoint) -> None:
+    """Refuse features that the last axis does not have; on an accelerator nobody else would, in time."""
+    count = value.shape[-1]
+    for neuron in neurons:
+        if not -count <= neuron < count:
+            raise IndexError(f"neurons: {hook.name!r} has {count} features; got {neuron}.")
 
 
 def in_order(cells: Sequence[Cell], rows: Sequence[Row]) -> list[int]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from interpose.edits.basic import add, clamp, fill, scale, zero
+from interpose.edits.subspace import project_cap, project_out
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import only
 from interpose.sweeps.cells import Cell, Change, Row, edited, patch, sent
-from interpose.sweeps.metrics import Examples, Measure, Metric, all_looked_at
+from interpose.sweeps.metrics import Examples, Measure, Metric, all_looked_at, kept_by
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
 from interpose.sweeps.proof import Proof, others_listen, prove
@@ -22,7 +24,7 @@ from interpose.sweeps.reference import Reference, no_cache, refer, wanted_logits
 from interpose.sweeps.running import plain, wavefront
 
 PLANS = ("auto", "wavefront", "batches", "one per cell")
-_FOR_FLOOR = 8  # times as large a batch, that the noise floor is measured with
+_FOR_FLOOR = 8  # times as large a batch, that the noise floor is measured with, if it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Task:
         total: how many examples the dataset has.
         tally: what is counted on.
         sizes: the model's.
+        whole_logits: whether every logit is computed, since others than metrics look at the unembedding, or may.
     """
 
     model: Any
@@ -54,12 +57,12 @@ class Task:
     total: int
     tally: Tally
     sizes: Sizes
+    whole_logits: bool
 
     @property
     def keep(self) -> int | None:
-        """How many logits from the end are measured; None for all."""
-        kept = [metric.keep for metric in self.metrics]
-        return None if None in kept else max(count for count in kept if count is not None)
+        """How many logits from the end are computed; None for all."""
+        return None if self.whole_logits else kept_by(self.metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +73,13 @@ class Found:
         values: [metric, cell, example].
         clean: [metric, example].
         corrupt: the same; as clean if there is nothing corrupted.
-        floor: in 16 bits, how far the size of a batch alone moves a metric; else 0.
+        floors: in 16 bits, how far the size of a batch alone moves each metric, [metric]; else 0.
     """
 
     values: Tensor
     clean: Tensor
     corrupt: Tensor
-    floor: float
+    floors: Tensor
 
 
 def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
@@ -95,9 +98,8 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
     examples = Examples(
         model=task.model, tokens=given["input_ids"], numbers=batch.numbers, total=task.total
     )
-    logits_edited = any(cell.site.startswith("unembed") for cell in task.cells)
     columns = None
-    if not proof.answers and not logits_edited:
+    if not proof.answers and not task.whole_logits:
         columns = all_looked_at(task.metrics, examples)
     with only(task.model, columns):
         base = refer(
@@ -124,16 +126,16 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
         measures = [metric.bind(theirs) for metric in task.metrics]
         second = _measured(task, measures, base.other, base.batch)[:, 0].cpu()
         ends = (second, found.base) if backwards else (found.base, second)
-        return Found(values=found.values, clean=ends[0], corrupt=ends[1], floor=found.floor)
+        return Found(values=found.values, clean=ends[0], corrupt=ends[1], floors=found.floors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """What the rows gave: values [metric, cell, example], the unchanged run's [metric, example], the noise floor."""
+    """What the rows gave: values [metric, cell, example], the unchanged run's [metric, example], noise floors."""
 
     values: Tensor
     base: Tensor
-    floor: float
+    floors: Tensor
 
 
 def _rows(
@@ -155,9 +157,9 @@ def _rows(
         todo -= len(cells)
         step(len(cells) * base.batch)
     step(todo * base.batch)  # the rest changes nothing
-    floor = _noise_floor(task, base, measures, unchanged)
+    floors = _noise_floors(task, base, measures, unchanged)
     # Until here nothing waits for the device.
-    return _Changed(values=values.cpu(), base=unchanged[:, 0].cpu(), floor=float(floor))
+    return _Changed(values=values.cpu(), base=unchanged[:, 0].cpu(), floors=floors.cpu())
 
 
 def _change(task: Task, base: Reference) -> Change:
@@ -182,20 +184,21 @@ def _measured(task: Task, measures: Sequence[Measure], logits: Tensor, batch: in
     return each
 
 
-def _noise_floor(
+def _noise_floors(
     task: Task, base: Reference, measures: Sequence[Measure], unchanged: Tensor
-) -> Tensor | float:
-    """In 16 bits, how far a metric moves when examples run in a larger batch."""
+) -> Tensor:
+    """In 16 bits, how far each metric moves when examples run in a larger batch, [metric]; else 0."""
     if base.logits.dtype.itemsize > 2:
-        return 0.0
-    rows = torch.arange(_FOR_FLOOR * base.batch) % base.batch
+        return torch.zeros(len(task.metrics))
+    times = min(_FOR_FLOOR, max(2, _most_rows(task, base, 0) // base.batch))
+    rows = torch.arange(times * base.batch) % base.batch
     given = {name: value[rows.to(value.device)] for name, value in base.inputs.items()}
     extra = {**wanted_logits(task.model, task.keep), **no_cache(task.model)}
     logits = first_tensor(task.model.module(**given, **extra))[: base.batch]
     task.tally.add(1, len(rows) * base.length * len(task.tower.blocks))
     logits = logits if task.keep is None else logits[:, -task.keep :]
     again = _measured(task, measures, logits, base.batch)
-    return (again - unchanged).abs().max()
+    return (again - unchanged).abs().amax((1, 2))
 
 
 # Plans.
@@ -205,17 +208,17 @@ def plan_of(task: Task, proof: Proof) -> tuple[str, str]:
     """The plan, and why no faster one."""
     outside = next((cell.site for cell in task.cells if cell.layer < 0), None)
     why = f"{outside} is in no block" if outside is not None else proof.wavefront
-    if task.plan == "wavefront" and why:
-        raise Unsupported(f"plan='wavefront' cannot run on {task.model.tree.label}: {why}.")
-    if task.plan == "batches" and proof.batches:
-        raise Unsupported(f"plan='batches' cannot run on {task.model.tree.label}: {proof.batches}.")
+    alone = "other hooks are on the model" if others_listen(task.model) else proof.batches
+    refused = {"wavefront": alone or why, "batches": alone}.get(task.plan)
+    if refused:
+        raise Unsupported(f"plan={task.plan!r} cannot run on {task.model.tree.label}: {refused}.")
     if task.plan != "auto":
         return task.plan, "as asked"
-    if others_listen(task.model):
-        return "one per cell", "other hooks are on the model"
-    if not why:
-        return "wavefront", f"without KV cache, since {proof.prefix}" if proof.prefix else ""
-    return ("one per cell", proof.batches) if proof.batches else ("batches", why)
+    if alone:
+        return "one per cell", alone
+    if why:
+        return "batches", why
+    return "wavefront", f"without KV cache, since {proof.prefix}" if proof.prefix else ""
 
 
 def _passes(
@@ -227,10 +230,7 @@ def _passes(
     if plan == "wavefront":
         yield from _wavefronts(task, base, change, first=first, cached=not proof.prefix)
         return
-    room = task.sizes.most_rows(
-        positions=base.length, length=base.length, logits=base.logits[0].numel()
-    )
-    most = 1 if plan == "one per cell" else max(1, (task.max_rows or room) // base.batch)
+    most = 1 if plan == "one per cell" else max(1, _most_rows(task, base, 0) // base.batch)
     for cells in _chunks(range(len(task.cells)), most):
         rows = [Row(cell, example) for cell in cells for example in range(base.batch)]
         task.tally.add(1, len(rows) * base.length * layers)
@@ -243,15 +243,11 @@ def _wavefronts(
     """All passes of the wavefront plan: group by group, each in as many as fit in memory."""
     layers = len(task.tower.blocks)
     for group in _groups(task, base, first=first, cached=cached):
-        room = task.sizes.most_rows(
-            positions=base.length - group.start,
-            length=base.length,
-            logits=base.logits[0].numel(),
-        )
+        most = _most_rows(task, base, group.start) // base.batch
         order = sorted(group.cells, key=lambda number: task.cells[number].layer)
         if group.start and not base.grows:
             task.tally.add(1, base.batch * group.start * layers)
-        for cells in _chunks(order, max(1, (task.max_rows or room) // base.batch)):
+        for cells in _chunks(order, max(1, most)):
             rows = [Row(cell, example) for cell in cells for example in range(base.batch)]
             ran = wavefront(
                 task.model,
@@ -268,8 +264,9 @@ def _wavefronts(
         base.forget(group.start)
 
 
-_PLACELESS = ("zero", "fill", "add", "scale", "clamp", "project_out", "project_cap")
+_PLACELESS = (zero, fill, add, scale, clamp, project_out, project_cap)
 """Edits that make the same of a value whatever stands before it."""
+_NUMBERS = ("value", "by", "min", "max", "low", "high")
 _OVER_KEYS = ("attn_scores", "pattern")
 
 
@@ -280,10 +277,18 @@ def _may_begin_late(task: Task, base: Reference) -> bool:
         return False  # a sliding window shows other keys
     if task.edit is None:
         return True
-    edits = [task.edit(cell) for cell in task.cells]
-    own = all(getattr(edit, "pos", None) == cell.pos for edit, cell in zip(edits, task.cells))
-    plain = all(type(edit).__name__ in _PLACELESS for edit in edits)
-    return own and plain and "rot_k" not in kinds  # keys of all positions come there
+    if "rot_k" in kinds:
+        return False  # keys of all positions come there
+    return all(_is_placeless(task.edit(cell), cell) for cell in task.cells)
+
+
+def _is_placeless(edit: Any, cell: Cell) -> bool:
+    """Whether an edit is at its cell's position alone, and tells nothing by the places of others."""
+    if type(edit) not in _PLACELESS or not isinstance(edit.pos, int) or edit.pos != cell.pos:
+        return False
+    given = [getattr(edit, name, None) for name in _NUMBERS]
+    # A tensor of several axes may have one of positions, of which fewer come.
+    return not any(isinstance(one, Mapping) or getattr(one, "ndim", 0) > 1 for one in given)
 
 
 def _groups(task: Task, base: Reference, *, first: int, cached: bool) -> list[Group]:
@@ -301,6 +306,15 @@ def _groups(task: Task, base: Reference, *, first: int, cached: bool) -> list[Gr
     if cached and task.tower.blocks:
         return found
     return [Group(start=0, cells=group.cells) for group in found]
+
+
+def _most_rows(task: Task, base: Reference, start: int) -> int:
+    """How many rows may run together from a position on."""
+    if task.max_rows is not None:
+        return task.max_rows
+    return task.sizes.most_rows(
+        positions=base.length - start, length=base.length, logits=base.logits[0].numel()
+    )
 
 
 def _whole(base: Reference, logits: Tensor, rows: Sequence[Row]) -> Tensor:

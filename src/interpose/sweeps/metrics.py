@@ -138,7 +138,7 @@ class Metric:
 
     def _ids(self, words: Words, examples: Examples, what: str) -> Tensor:
         """The token of each example."""
-        single = isinstance(words, (str, int))
+        single = isinstance(words, (str, int)) or getattr(words, "ndim", 1) == 0
         listed = [words] * examples.total if single else list(words)  # type: ignore[arg-type]
         if len(listed) != examples.total:
             raise ValueError(
@@ -147,6 +147,10 @@ class Metric:
         chosen = [listed[number] for number in examples.numbers]
         lookup = examples.model.to_single_token
         ids = [lookup(word) if isinstance(word, str) else int(word) for word in chosen]  # type: ignore[arg-type]
+        count = examples.model.cfg.d_vocab
+        wrong = next((token for token in ids if not 0 <= token < (count or token + 1)), None)
+        if wrong is not None:
+            raise ValueError(f"{what} has token {wrong}, and the model tokens 0 to {count - 1}.")
         return torch.tensor(ids, device=examples.tokens.device)
 
     def _there(self, logits: Tensor) -> Tensor:
@@ -232,6 +236,9 @@ class rank(Metric):
 class loss(Metric):
     """The mean cross-entropy of the text's own next tokens."""
 
+    def __post_init__(self) -> None:
+        _must_be_whole(self)
+
     @property
     def keep(self) -> int | None:
         """All of them."""
@@ -274,6 +281,11 @@ class function(Metric):
     last: int | None = field(default=None, kw_only=True)
     """How many logits from the end it looks at; None for all."""
 
+    def __post_init__(self) -> None:
+        _must_be_whole(self)
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"last is at least 1, or None for all logits; got {self.last}.")
+
     def to_dict(self) -> dict[str, Any]:
         """Refused: it is code."""
         raise ValueError(
@@ -295,7 +307,7 @@ class function(Metric):
 
         def measure(logits: Tensor, rows: Tensor) -> Tensor:
             seen = logits if self.last is None else logits[:, -self.last :]
-            found = torch.as_tensor(self.of(seen)).detach().float()
+            found = torch.as_tensor(self.of(seen)).float()
             if found.shape == () and len(rows) == 1:
                 found = found[None]
             if found.shape != rows.shape:
@@ -308,6 +320,14 @@ class function(Metric):
         return measure
 
 
+def _must_be_whole(metric: Metric) -> None:
+    """Refuse a position for what looks at several."""
+    if metric.pos != -1:
+        raise ValueError(
+            f"{type(metric).__name__} looks at several positions, so pos means nothing."
+        )
+
+
 def all_looked_at(metrics: Sequence[Metric], examples: Examples) -> Tensor | None:
     """The tokens that some metrics look at, in order; None if one looks at all."""
     found = [metric.looked_at(examples) for metric in metrics]
@@ -317,6 +337,12 @@ def all_looked_at(metrics: Sequence[Metric], examples: Examples) -> Tensor | Non
     return together
 
 
+def kept_by(metrics: Sequence[Metric]) -> int | None:
+    """How many logits from the end some metrics need; None for all."""
+    kept = [metric.keep for metric in metrics]
+    return None if None in kept else max(count for count in kept if count is not None)
+
+
 def as_metric(given: Metric | Callable[[Tensor], Any]) -> Metric:
     """A metric, or a function as one."""
     if isinstance(given, Metric):
@@ -324,6 +350,23 @@ def as_metric(given: Metric | Callable[[Tensor], Any]) -> Metric:
     if not callable(given):
         raise TypeError(f"a metric is one of ip.metrics, or a function of logits; got {given!r}")
     return function(given)
+
+
+def label(metric: Metric | Callable[[Tensor], Any]) -> str:
+    """A metric in a few words, for titles: of many tokens the first three, of a function its name."""
+    if not isinstance(metric, Metric):
+        return str(getattr(metric, "__name__", type(metric).__name__))
+    if isinstance(metric, function):
+        return label(metric.of)
+    shown = {}
+    for option in fields(metric):
+        value = _plain(getattr(metric, option.name)) if option.default is MISSING else None
+        if isinstance(value, list) and len(value) > 4:
+            shown[repr(value)] = f"{repr(value[:3])[:-1]}, ... {len(value)} in all]"
+    text = repr(metric)
+    for whole, short in shown.items():
+        text = text.replace(whole, short)
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -46,9 +46,10 @@ class Tally:
 
     def __str__(self) -> str:
         share = self.one_per_cell / max(1, self.token_layers)
+        fewer = f" ({share:.1f}x fewer)" if share > 1.05 else ""
         return (
             f"{self.plan}: {self.forwards} forwards, {self.token_layers:,} token-layers, against "
-            f"{self.one_per_cell:,} of one forward per cell ({share:.1f}x fewer)"
+            f"{self.one_per_cell:,} of one forward per cell{fewer}"
             + (f"; {self.why}" if self.why else "")
         )
 

@@ -57,10 +57,15 @@ def batches(
         raise ValueError(f"align is 'end' or None; got {align!r}")
     if size < 1:
         raise ValueError(f"batch_size is at least 1; got {size}")
-    if isinstance(clean, Mapping):
+    mappings = [isinstance(each, Mapping) for each in (clean, corrupt) if each is not None]
+    if any(mappings):
+        if not all(mappings):
+            raise TypeError("clean and corrupt are both texts or tokens, or both mappings.")
         return [_given(model, clean, corrupt)]
     rows = _rows(model, clean, prepend_bos)
     others = None if corrupt is None else _rows(model, corrupt, prepend_bos)
+    if not rows:
+        raise ValueError("there is no text: give at least one.")
     if others is not None and len(rows) != len(others):
         raise ValueError(f"{len(rows)} clean texts and {len(others)} corrupted ones.")
     if others is not None and align is None:
@@ -86,7 +91,8 @@ def batches(
 def _padded(model: Any, rows: Sequence[Tensor], length: int) -> dict[str, Tensor]:
     """What the module takes for tokens, those of shorter texts padded at the left."""
     if all(len(row) == length for row in rows):
-        return {"input_ids": torch.stack(list(rows)).to(model.device)}
+        whole = torch.stack(list(rows)).to(model.device)
+        return dict(model._with_mask(whole, model.mask_of(whole)))
     tokens, mask = model._as_batch([row.tolist() for row in rows], "left")
     missing = length - tokens.shape[1]
     if missing:
@@ -99,7 +105,7 @@ def _padded(model: Any, rows: Sequence[Tensor], length: int) -> dict[str, Tensor
 def _given(model: Any, clean: Mapping[str, Any], corrupt: Any) -> Batch:
     """One batch of what the module takes."""
     made = [
-        None if each is None else {name: value.to(model.device) for name, value in each.items()}
+        None if each is None else {name: _placed(model, each, name) for name in each}
         for each in (clean, corrupt)
     ]
     assert made[0] is not None
@@ -109,15 +115,31 @@ def _given(model: Any, clean: Mapping[str, Any], corrupt: Any) -> Batch:
     return _batch(range(len(made[0]["input_ids"])), made[0], made[1])
 
 
+def _placed(model: Any, given: Mapping[str, Any], name: str) -> Tensor:
+    """One thing that the module takes, where the model is; it must have a number for each token."""
+    tokens, value = given.get("input_ids"), given[name]
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        raise ValueError("a mapping of what the module takes has input_ids, tokens [batch, pos].")
+    if not isinstance(value, Tensor) or value.shape != tokens.shape:
+        what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{name!r} is {what}: a sweep takes tensors of the shape of input_ids, {tuple(tokens.shape)}, whose rows "
+            "and positions can be told apart."
+        )
+    return value.to(model.device)
+
+
 def _batch(
     numbers: Sequence[int], clean: dict[str, Tensor], corrupt: dict[str, Tensor] | None
 ) -> Batch:
     first = 0
     if corrupt is not None:
-        differ = clean["input_ids"] != corrupt["input_ids"]
-        for name in ("attention_mask", "position_ids"):
-            if name in clean or name in corrupt:
-                plain = torch.ones_like(clean["input_ids"])
+        plain = torch.ones_like(clean["input_ids"])
+        differ = plain == 0
+        for name in {**clean, **corrupt}:
+            if name != "attention_mask" and not (name in clean and name in corrupt):
+                differ |= plain != 0  # what the module takes instead is not known
+            else:
                 differ |= clean.get(name, plain) != corrupt.get(name, plain)
         places = differ.any(0).nonzero()
         first = int(places[0]) if len(places) else clean["input_ids"].shape[1]
@@ -132,7 +154,13 @@ def _rows(model: Any, given: Any, prepend_bos: bool | None) -> list[Tensor]:
     if isinstance(given, Tensor):
         tokens = given if given.ndim == 2 else given[None]
         return list(tokens.to(model.device))
-    return [torch.as_tensor(row, device=model.device) for row in given]
+    rows = [torch.as_tensor(row, device=model.device) for row in given]
+    if any(row.ndim != 1 for row in rows):
+        raise TypeError(
+            "texts are strings, or tokens as a tensor [batch, pos] or a list for each text; got "
+            f"{str(given)[:60]}."
+        )
+    return rows
 
 
 def _must_match(model: Any, rows: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -100,14 +100,16 @@ def refer(
         other: the texts that values come from.
         sites: of which values.
         cached: also keep keys and values.
-        apart: run the two one after the other, where rows must not meet.
+        apart: run the two one after the other, where rows must not meet or other hooks are on the model.
     """
     together = other is not None and set(other) == set(base) and not apart
     given = {name: torch.cat([base[name], other[name]]) for name in base} if together else base  # type: ignore[index]
     kept = _Kept()
     caching = {"use_cache": True} if cached else no_cache(model)
     extra = {**wanted_logits(model, keep), **caching}
-    read = [] if other is None else [site for site in sites if not site.endswith("hook_resid_pre")]
+    # Behind the hooks of others the stream is another one than rows begin with.
+    kept_anyway = () if apart else {site for site in sites if site.endswith("hook_resid_pre")}
+    read = [] if other is None else [site for site in sites if site not in kept_anyway]
     with kept.listening(tower):
         output, found = _run(model, given, read if together else [], extra)
     logits, batch = _last(output, keep), base["input_ids"].shape[0]
@@ -130,7 +132,7 @@ def refer(
         made.other, made.forwards, batch = _last(output, keep), 2, 0
     for site in sites if other is not None else ():
         layer = site.removesuffix(".hook_resid_pre").rpartition(".")[2]
-        value = kept.streams[int(layer)] if site.endswith("hook_resid_pre") else found[site]
+        value = kept.streams[int(layer)] if site in kept_anyway else found[site]
         made.source[site] = value[batch:]
     return made
 
@@ -164,7 +166,10 @@ class _Kept:
         with ExitStack() as stack:
             for block in tower.blocks:
                 take = self._taking(block.sites["resid_pre"].tail.leaf)
-                handle = block.module.register_forward_pre_hook(take, with_kwargs=True)
+                # First of all, as rows join a wavefront: what torch's own hooks do there comes after.
+                handle = block.module.register_forward_pre_hook(
+                    take, prepend=True, with_kwargs=True
+                )
                 stack.callback(handle.remove)
                 stack.callback(block.module.register_forward_hook(self._after).remove)
             yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from interpose.render.html import write
+from interpose.render.svg import picture
 from interpose.sweeps import page
 from interpose.sweeps.planning import Tally
 from interpose.sweeps.statistics import Interval, bootstrap
@@ -35,7 +36,7 @@ class SweepResult:
         corrupt: of the corrupted run; None if there was none.
         direction: ``denoise`` or ``noise``.
         tally: what ran, and what it took.
-        noise_floor: in 16 bits, how far the size of a batch alone moves a metric.
+        noise_floors: in 16 bits, how far the size of a batch alone moves each metric.
         tokens: of the clean text, if there was one alone.
         sites: the kinds of sites that were changed.
         measured: the metrics as they were written.
@@ -50,7 +51,7 @@ class SweepResult:
     corrupt: Tensor | None
     direction: str
     tally: Tally
-    noise_floor: float
+    noise_floors: tuple[float, ...]
     tokens: list[str] | None
     sites: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
@@ -86,9 +87,15 @@ class SweepResult:
         return self._shown(self._effects().mean(-1) / self._way().mean(-1))
 
     @property
+    def noise_floor(self) -> float:
+        """The largest of the noise floors, which is that of the metric if there is one alone."""
+        return max(self.noise_floors)
+
+    @property
     def within_noise(self) -> Tensor:
-        """Where the effect is no larger than the noise floor, shaped as `values`; nowhere in 32 bits."""
-        return (self.effect.abs() <= self.noise_floor) & (self.noise_floor > 0)
+        """Where the effect is no larger than its metric's noise floor, shaped as `values`; nowhere in 32 bits."""
+        floors = torch.tensor(self.noise_floors).reshape(-1, *([1] * len(self.axes)))
+        return self._shown((self._effects().mean(-1).abs() <= floors) & (floors > 0))
 
     def interval(
         self,
@@ -212,7 +219,7 @@ class SweepResult:
             raise ValueError(f"a result of a sweep {verb} {wrong[0]!r}: written by hand?")
         for name in ("each", "clean", "corrupt"):
             words[name] = None if words[name] is None else _tensor(words[name])
-        for name in ("metrics", "sites", "measured"):
+        for name in ("metrics", "sites", "measured", "noise_floors"):
             words[name] = tuple(words[name])
         return cls(**{**words, "tally": Tally(**words["tally"])})
 
@@ -228,17 +235,24 @@ class SweepResult:
     def _repr_html_(self) -> str:
         return self.html()
 
+    def svg(self, metric: str | None = None) -> str:
+        """One or two axes as a picture for papers and pages, of the first metric or the named one."""
+        number = 0 if metric is None else self.metrics.index(metric)
+        return picture(page.view(self, number)[1], title=page.title(self))
+
     def save_html(self, path: str | Path) -> Path:
         """Write a page that needs no script and loads nothing, and return where it is."""
         return write(path, page.as_page(self))
 
     def save(self, path: str | Path) -> Path:
-        """Write a page (``x.html``) or the numbers (``x.json``), and return where it is."""
+        """Write a page (``x.html``), a picture (``x.svg``) or the numbers (``x.json``), and return where it is."""
         if Path(path).suffix == ".html":
             return self.save_html(path)
+        if Path(path).suffix == ".svg":
+            return write(path, self.svg())
         if Path(path).suffix == ".json":
             return write(path, json.dumps(self.to_dict(), allow_nan=False))
-        raise ValueError(f"save writes .html or .json; got {str(path)!r}.")
+        raise ValueError(f"save writes .html, .svg or .json; got {str(path)!r}.")
 
 
 def _listed(value: Any) -> Any:

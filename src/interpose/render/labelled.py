@@ -1,0 +1,154 @@
+"""Numbers over named axes with labels, as heat maps or bars: in a terminal, on a page, as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from torch import Tensor
+
+from interpose.render import colours
+from interpose.render.grid import Grid
+from interpose.render.html import Markup, bar, html_table
+
+_WIDE = 132  # what a grid in a terminal may take
+_PLAIN, _NUMBERED, _ACROSS = 10, 20, 38  # columns: level labels; with numbers; beside each other
+_MOST_GRIDS = 48
+LONGEST = 14  # letters of a token that are shown in a terminal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """Numbers with the labels of their places.
+
+    Attributes:
+        values: [*axes].
+        labels: what the entries of each axis are called, by its name.
+        what: what a number is, in a word.
+        limit: the number that has full colour; the largest one by default.
+        faint: [*axes], places that say nothing.
+    """
+
+    values: Tensor
+    labels: Mapping[str, Sequence[str]]
+    what: str = ""
+    limit: float | None = None
+    faint: Tensor | None = None
+
+    @property
+    def most(self) -> float:
+        """The number that has full colour."""
+        if self.limit is not None:
+            return self.limit
+        return float(self.values.nan_to_num(0, 0, 0).abs().max()) if self.values.numel() else 1.0
+
+    @property
+    def digits(self) -> int:
+        """So many that the largest number has three."""
+        return min(6, max(1, 2 - math.floor(math.log10(self.most or 1.0))))
+
+    def text(self, high: int = 24) -> str | None:
+        """One grid for a terminal; None where it would not fit."""
+        if len(self.labels) > 2 or not self.values.numel():
+            return None
+        ((_, grid),) = self.grids()
+        short = dataclasses.replace(
+            grid, rows=[_cut(name) for name in grid.rows], columns=[_cut(n) for n in grid.columns]
+        )
+        lines = short.text(coloured=False).splitlines()
+        return "\n".join(lines) if len(lines) <= high and len(lines[0]) <= _WIDE else None
+
+    def html(self) -> str:
+        """Bars for one axis, heat maps of the last two for several."""
+        if not self.values.numel():
+            return ""
+        if len(self.labels) == 1:
+            return self._bars()
+        parts = [self._legend()]
+        grids = list(itertools.islice(self.grids(), _MOST_GRIDS + 1))
+        for heading, grid in grids[:_MOST_GRIDS]:
+            caption = f"<p><b>{escape(heading)}</b></p>" if heading else ""
+            parts.append(f"{caption}{''.join(part.html() for part in _across(grid))}")
+        if len(grids) > _MOST_GRIDS:
+            parts.append(f"<p>... and more: the first {_MOST_GRIDS} are shown.</p>")
+        return "".join(parts)
+
+    def grids(self) -> Iterator[tuple[str, Grid]]:
+        """Grids of the last two axes, one for each place on those before them, with its heading."""
+        names, labels = list(self.labels), [list(some) for some in self.labels.values()]
+        if len(names) == 1:  # a column of its own
+            names, labels = [*names, ""], [*labels, [self.what]]
+        shape = [len(entries) for entries in labels]
+        values = self.values.reshape(shape)
+        faint = None if self.faint is None else self.faint.reshape(shape)
+        for place in itertools.product(*map(range, shape[:-2])):
+            entries = (f"{name} {some[at]}" for name, some, at in zip(names, labels, place))
+            yield (
+                ", ".join(entries),
+                Grid(
+                    values=values[place].tolist(),
+                    rows=labels[-2],
+                    columns=labels[-1],
+                    corner=" / ".join(filter(None, names[-2:])),
+                    limit=self.most or 1.0,
+                    digits=self.digits,
+                    faint=None if faint is None else faint[place].tolist(),
+                    upright=shape[-1] > _PLAIN or max(map(len, labels[-1])) > 12,
+                    numbers=shape[-1] <= _NUMBERED,
+                ),
+            )
+
+    def _bars(self) -> str:
+        """The entries of a single axis, each with a bar to the right or to the left."""
+        ((name, labels),) = self.labels.items()
+        faint = [False] * len(labels) if self.faint is None else self.faint.tolist()
+        rows = []
+        for label, value, grey in zip(labels, self.values.tolist(), faint):
+            colour = colours.css(colours.diverging(0.5 if value > 0 else -0.5))
+            share = abs(value) / (self.most or 1.0) if value == value else 0.0
+            sides = [0.0, share] if value > 0 else [share, 0.0]
+            colour = "#d0d7de" if grey else colour
+            left, right = (bar(side, colour=colour, width=140) for side in sides)
+            line = "display:inline-block;width:140px"
+            both = (
+                f'<span style="{line};text-align:right;border-right:1px solid #57606a">{left}</span>'
+                f'<span style="{line}">{right}</span>'
+            )
+            rows.append((label, f"{value:.{self.digits}f}", Markup(both)))
+        return html_table((name, "", ""), rows, most=400)
+
+    def _legend(self) -> str:
+        """What the colours mean."""
+        steps = (colours.css(colours.diverging(step / 4 - 1)) for step in range(9))
+        strip = (
+            f"display:inline-block;width:120px;height:0.8em;background:linear-gradient(to right,{','.join(steps)});"
+            "margin:0 6px;border:1px solid #d0d7de"
+        )
+        faint = "; grey: within the noise floor" if self.faint is not None else ""
+        limit = f"{self.most:.{self.digits}f}"
+        return f'<p class="note">-{limit}<span style="{strip}"></span>{limit}{faint}</p>'
+
+
+def printable(token: str) -> str:
+    """A token with line ends and the like written out."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in token) or "''"
+
+
+def _cut(label: str) -> str:
+    return f"{label[: LONGEST - 1]}…" if len(label) > LONGEST else label
+
+
+def _across(grid: Grid) -> Iterator[Grid]:
+    """A wide grid as several, below each other."""
+    for at in range(0, len(grid.columns), _ACROSS):
+        some = slice(at, at + _ACROSS)
+        yield dataclasses.replace(
+            grid,
+            values=[row[some] for row in grid.values],
+            columns=grid.columns[some],
+            faint=None if grid.faint is None else [row[some] for row in grid.faint],
+        )

@@ -1,0 +1,96 @@
+"""Labelled numbers as a picture: SVG, which pages and papers show at any size, and a person can read."""
+
+from __future__ import annotations
+
+from html import escape
+
+from interpose.render import colours
+from interpose.render.grid import Grid
+from interpose.render.labelled import Labelled
+
+_LETTER, _LINE = 6.7, 18  # the width of a letter and the height of a line, at 12 pixels
+_FONT = 'font-family="system-ui,sans-serif" font-size="12"'
+
+
+def picture(shown: Labelled, title: str = "") -> str:
+    """One axis as bars, two as a heat map with a number in each cell."""
+    if len(shown.labels) > 2 or not shown.values.numel():
+        raise ValueError(
+            f"a picture is of one or two axes; here there are {', '.join(shown.labels)}. Add some up with "
+            ".sum(...), or save a page: it shows them all."
+        )
+    ((_, grid),) = shown.grids()
+    return _bars(grid, title) if len(shown.labels) == 1 else _map(grid, title)
+
+
+def _map(grid: Grid, title: str) -> str:
+    left = 12 + _LETTER * max(map(len, (grid.corner, *grid.rows)))
+    widest = max(map(len, grid.columns))
+    shown = [[grid.number(value) for value in row] for row in grid.values]
+    cell = 10 + _LETTER * max(len(text) for row in shown for text in row)
+    upright = widest * _LETTER > cell
+    top = 26 + (widest * _LETTER + 6 if upright else _LINE)
+    parts = [_text(4, 15, title, bold=True), _text(left - 6, top - 6, grid.corner, "end")]
+    for column, name in enumerate(grid.columns):
+        middle = left + cell * (column + 0.5)
+        if upright:
+            turn = f' transform="rotate(-90 {middle + 4:.1f} {top - 6:.1f})"'
+            parts.append(_text(middle + 4, top - 6, name, extra=turn))
+        else:
+            parts.append(_text(middle, top - 6, name, "middle"))
+    for row, name in enumerate(grid.rows):
+        y = top + _LINE * row
+        parts.append(_text(left - 6, y + 13, name, "end"))
+        for column, value in enumerate(grid.values[row]):
+            back = colours.diverging(value, grid.limit)
+            x = left + cell * column
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{cell - 1:.1f}" height="{_LINE - 1}" fill="{colours.css(back)}"/>'
+            )
+            ink = colours.ink(back)
+            parts.append(_text(x + cell - 5, y + 13, shown[row][column], "end", ink=ink))
+    wide = max(left + cell * len(grid.columns) + 8, 12 + _LETTER * len(title) * 1.05)
+    return _document(wide, top + _LINE * len(grid.rows) + 8, parts)
+
+
+def _bars(grid: Grid, title: str) -> str:
+    left, half = 12 + _LETTER * max(map(len, grid.rows)), 150
+    middle, top = left + half, 30
+    parts = [_text(4, 15, title, bold=True)]
+    for row, (name, (value,)) in enumerate(zip(grid.rows, grid.values)):
+        y = top + _LINE * row
+        long = half * min(abs(value) / grid.limit, 1.0) if value == value else 0.0
+        fill = colours.css(colours.diverging(0.5 if value > 0 else -0.5))
+        x = middle if value > 0 else middle - long
+        parts += [
+            _text(left - 6, y + 13, name, "end"),
+            f'<rect x="{x:.1f}" y="{y + 2}" width="{long:.1f}" height="{_LINE - 5}" fill="{fill}"/>',
+            _text(middle + half + 8, y + 13, grid.number(value)),
+        ]
+    low = top + _LINE * len(grid.rows)
+    parts.append(f'<path d="M{middle} {top}V{low}" stroke="#57606a"/>')
+    return _document(max(middle + half + 70, 12 + _LETTER * len(title) * 1.05), low + 8, parts)
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    *,
+    ink: str = "#1b1f24",
+    bold: bool = False,
+    extra: str = "",
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra} xml:space="preserve">'
+        f"{escape(text)}</text>"
+    )
+
+
+def _document(width: float, height: float, parts: list[str]) -> str:
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    back = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    inside = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>\n{back}\n{inside}\n</svg>\n'

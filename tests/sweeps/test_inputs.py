@@ -1,0 +1,81 @@
+"""What a sweep is given: texts that differ in other things than tokens, tokens with padding, and mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import interpose as ip
+from interpose.models.transformer import TransformerModel
+from tests.hf import texts
+from tests.sweeps import oracle
+from tests.sweeps.oracle import LAYERS, LENGTH, Cell, at
+
+METRIC = ip.metrics.logit_difference(20, 33)
+
+
+def sweep(model: Any, clean: Any, corrupt: Any = None, **options: Any) -> ip.SweepResult:
+    return ip.sweep(model, clean, corrupt, **{"metric": METRIC, "progress": False, **options})
+
+
+def kinds(tokens: Tensor, kind: int) -> dict[str, Tensor]:
+    """Tokens of which those from the fourth on are of a kind, which GPT-2 embeds too."""
+    types = torch.zeros_like(tokens)
+    types[:, 4:] = kind
+    return {"input_ids": tokens, "token_type_ids": types}
+
+
+def test_runs_may_differ_in_something_else_than_tokens() -> None:
+    model, (tokens, _) = TransformerModel(oracle.build("gpt2")), oracle.pair()
+    clean, corrupt = kinds(tokens, 1), kinds(tokens, 2)
+    places = [2, 4, LENGTH - 1]
+    cells = [Cell(oracle.Spot(b), at(pos)) for b in oracle.blocks(model.module) for pos in places]
+    last = oracle.patched(model.module, corrupt, clean, cells)[..., -1, :]
+    wanted = (last[..., 20] - last[..., 33]).reshape(LAYERS, len(places), 2)
+    for plan in ("wavefront", "one per cell"):
+        result = sweep(model, clean, corrupt, positions=places, plan=plan)
+        assert torch.allclose(result.each[0], wanted, atol=1e-4), plan
+        assert float(result.effect.abs().max()) > 1e-2
+        assert not result.effect[:, 0].any()
+
+
+def test_what_only_one_run_is_given_may_matter_everywhere() -> None:
+    model, (tokens, _) = TransformerModel(oracle.build("gpt2")), oracle.pair()
+    clean, corrupt = kinds(tokens, 1), {"input_ids": tokens}
+    found = [sweep(model, clean, corrupt, plan=plan) for plan in ("wavefront", "one per cell")]
+    assert float(found[1].effect[:, 0].abs().max()) > 1e-2
+    assert torch.allclose(found[0].each, found[1].each, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_with_padding_run_as_the_model_runs_them(side: str) -> None:
+    model = texts.speaking("llama", layers=LAYERS)
+    tokens = model.to_tokens(["the cat sat on the mat", "the dog sat"], padding_side=side)
+    assert model.mask_of(tokens) is not None
+    with torch.no_grad():
+        wanted = model(tokens, return_type="logits")[:, -1]
+    result = sweep(model, tokens, over="layer", edit=ip.zero)
+    assert torch.allclose(result.clean[0], wanted[:, 20] - wanted[:, 33], atol=1e-5)
+    measured = ip.measure(model, tokens, METRIC)
+    assert torch.allclose(measured.without, result.clean, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("clean", "corrupt", "error", "said"),
+    [
+        ([], [], ValueError, "there is no text: give at least one"),
+        ([5, 6, 7], [5, 6, 8], TypeError, r"a list for each text; got \[5, 6, 7\]"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, torch.ones(1, 4), TypeError, "both mappings"),
+        (torch.ones(1, 4, dtype=torch.long), {"input_ids": torch.ones(1, 4)}, TypeError, "both mappings"),
+        ({"inputs_embeds": torch.ones(1, 4, 8)}, None, ValueError, r"has input_ids, tokens \[batch, pos\]"),
+        ({"input_ids": torch.ones(1, 4), "use_cache": False}, None, ValueError, "'use_cache' is False: a sweep takes"),
+        ({"input_ids": torch.ones(1, 4), "attention_mask": torch.ones(1, 1, 4, 4)}, None, ValueError, r"1, 1, 4, 4"),
+    ],
+)  # fmt: skip
+def test_texts_that_are_none_are_refused(clean: Any, corrupt: Any, error: Any, said: str) -> None:
+    model = TransformerModel(oracle.build("gpt2"))
+    with pytest.raises(error, match=said):
+        sweep(model, clean, corrupt, edit=ip.zero)
