@@ -34,6 +34,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/transformers_cost.py
+	$(BIN)/python -m benchmarks.methods
 
 # Every model type of transformers, as docs/models.md has it: minutes.
 zoo: $(VENV)/.dev

@@ -59,6 +59,20 @@ def test_code_blocks_run_and_print_what_the_page_shows(
             assert [line.rstrip() for line in out.getvalue().splitlines()] == [
                 line.rstrip() for line in printed.splitlines()
             ], f"{page.name}, {where}"
+    for name in re.findall(r"!\[[^]]*\]\((pictures/[^)]+)\)", page.read_text()):
+        drawn = (tmp_path / name).read_text()
+        assert same_picture(drawn, (page.parent / name).read_text()), f"{name} is drawn anew"
+
+
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def same_picture(one: str, other: str) -> bool:
+    """Whether two pictures have the same labels, and numbers that differ by rounding at most."""
+    found = [list(map(float, NUMBER.findall(text))) for text in (one, other)]
+    close = len(found[0]) == len(found[1]) and all(abs(a - b) < 0.1 for a, b in zip(*found))
+    letters = [re.sub(r"#[0-9a-f]{6}", "", NUMBER.sub("", text)) for text in (one, other)]
+    return close and letters[0] == letters[1]
 
 
 def test_the_pages_have_code_to_run() -> None:
@@ -102,3 +116,10 @@ def test_every_link_in_the_pages_leads_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_another_picture_is_found() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "circuit_heads.svg").read_text()
+    assert same_picture(drawn, drawn.replace('fill="#ffffff"', 'fill="#fffffe"'))
+    assert not same_picture(drawn, drawn.replace("0.26", "0.56"))
+    assert not same_picture(drawn, drawn.replace("layer / head", "head / layer"))

@@ -144,3 +144,39 @@ def test_the_engine_reads_in_an_evening() -> None:
     engine = [p for p in python_files() if layer_of(p) in ("errors", "sites", "taps", "engine")]
     lines = sum(lines_of_code(path) for path in engine)
     assert lines < 3300, f"{lines} lines"
+
+
+# Analyses that watch a training loop or a network of any kind: parts of the engine by another name.
+OF_THE_ENGINE = {
+    "__init__", "adversarial", "batches", "dataset", "feature_maps", "gradient_control", "gradient_health",
+    "nan_guard", "result", "scores", "shape_log", "statistics",
+}  # fmt: skip
+
+
+def test_methods_of_the_field_use_the_public_surface_alone() -> None:
+    """Each can be pasted into a notebook: it imports what users can, and uses nothing private."""
+    methods = [p for p in (PACKAGE / "analysis").glob("*.py") if p.stem not in OF_THE_ENGINE]
+    assert len(methods) >= 20
+    allowed = ("interpose.render", "interpose.analysis.")
+    for path in methods:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("interpose"):
+                assert node.module.startswith(allowed), f"{path.name} imports {node.module}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                own = node.value.id in ("self", "cls") or node.attr.startswith("__")
+                assert own or not node.attr.startswith("_"), f"{path.name} uses {node.attr}"
+
+
+def test_every_method_has_a_page_and_a_test() -> None:
+    root = Path(__file__).parent.parent
+    pages = "\n".join(page.read_text() for page in (root / "docs" / "methods").glob("*.md"))
+    listed = (root / "docs" / "methods.md").read_text()
+    for path in (PACKAGE / "analysis").glob("*.py"):
+        if path.stem in OF_THE_ENGINE:
+            continue
+        for name in ip._HOMES.get(f"interpose.analysis.{path.stem}", ()):
+            assert f"ip.{name}" in pages, f"no page of docs/methods shows ip.{name}"
+            assert f"ip.{name}" in listed, f"docs/methods.md does not name ip.{name}"
+    for page in (root / "docs" / "methods").glob("*.md"):
+        assert f"methods/{page.name}" in listed
+        assert "**Evidence for**" in page.read_text(), f"{page.name}: what is it evidence for?"

@@ -4,13 +4,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from interpose.analysis.ablation import ablation
+    from interpose.analysis.activation_patching import activation_patching
     from interpose.analysis.adversarial import adversarial
+    from interpose.analysis.alignment_search import alignment_search
+    from interpose.analysis.attention_knockout import attention_knockout
+    from interpose.analysis.attention_patterns import attention_patterns
+    from interpose.analysis.attribution_patching import attribution_patching
+    from interpose.analysis.batches import Batch, batches
+    from interpose.analysis.causal_tracing import causal_tracing
+    from interpose.analysis.circuit import Circuit, faithfulness
+    from interpose.analysis.compare_prompts import compare_prompts
+    from interpose.analysis.direct_logit_attribution import direct_logit_attribution
+    from interpose.analysis.edge_attribution import EdgeScores, edge_attribution
     from interpose.analysis.feature_maps import feature_maps
+    from interpose.analysis.function_vectors import function_vector
+    from interpose.analysis.gradient_attribution import gradient_times_activation, saliency
     from interpose.analysis.gradient_control import clip_grad, noise_grad, scale_grad
     from interpose.analysis.gradient_health import gradient_health
+    from interpose.analysis.head_detectors import head_scores
+    from interpose.analysis.integrated_gradients import integrated_gradients
+    from interpose.analysis.logit_lens import logit_lens
+    from interpose.analysis.max_activating import max_activating
     from interpose.analysis.nan_guard import NaNGuard
+    from interpose.analysis.patchscopes import patchscope
+    from interpose.analysis.path_patching import path_patching
+    from interpose.analysis.probes import Probe, probe
+    from interpose.analysis.relevance import relp
+    from interpose.analysis.scores import Scores
     from interpose.analysis.shape_log import ShapeLog
     from interpose.analysis.statistics import Statistics, activation_statistics
+    from interpose.analysis.tuned_lens import TunedLens
     from interpose.edits.attention import knockout
     from interpose.edits.basic import add, clamp, fill, noise, scale, zero
     from interpose.edits.edit import Edit
@@ -54,7 +78,42 @@ __version__ = "0.1.0.dev0"
 
 # Names come with their module when they are first used, so that `interpose --help` needs no torch.
 _HOMES = {
+    "interpose.analysis.ablation": ("ablation",),
+    "interpose.analysis.activation_patching": ("activation_patching",),
+    "interpose.analysis.alignment_search": ("alignment_search",),
+    "interpose.analysis.attention_knockout": ("attention_knockout",),
+    "interpose.analysis.attention_patterns": ("attention_patterns",),
+    "interpose.analysis.attribution_patching": ("attribution_patching",),
+    "interpose.analysis.causal_tracing": ("causal_tracing",),
+    "interpose.analysis.circuit": (
+        "Circuit",
+        "faithfulness",
+    ),
+    "interpose.analysis.compare_prompts": ("compare_prompts",),
+    "interpose.analysis.direct_logit_attribution": ("direct_logit_attribution",),
+    "interpose.analysis.edge_attribution": (
+        "EdgeScores",
+        "edge_attribution",
+    ),
+    "interpose.analysis.function_vectors": ("function_vector",),
+    "interpose.analysis.gradient_attribution": (
+        "gradient_times_activation",
+        "saliency",
+    ),
+    "interpose.analysis.head_detectors": ("head_scores",),
+    "interpose.analysis.integrated_gradients": ("integrated_gradients",),
+    "interpose.analysis.logit_lens": ("logit_lens",),
+    "interpose.analysis.max_activating": ("max_activating",),
+    "interpose.analysis.patchscopes": ("patchscope",),
+    "interpose.analysis.path_patching": ("path_patching",),
+    "interpose.analysis.probes": (
+        "Probe",
+        "probe",
+    ),
+    "interpose.analysis.relevance": ("relp",),
+    "interpose.analysis.tuned_lens": ("TunedLens",),
     "interpose.analysis.adversarial": ("adversarial",),
+    "interpose.analysis.batches": ("Batch", "batches"),
     "interpose.analysis.feature_maps": ("feature_maps",),
     "interpose.analysis.gradient_control": (
         "clip_grad",
@@ -63,6 +122,7 @@ _HOMES = {
     ),
     "interpose.analysis.gradient_health": ("gradient_health",),
     "interpose.analysis.nan_guard": ("NaNGuard",),
+    "interpose.analysis.scores": ("Scores",),
     "interpose.analysis.shape_log": ("ShapeLog",),
     "interpose.analysis.statistics": (
         "Statistics",
@@ -155,11 +215,14 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AmbiguousSite",
+    "Batch",
     "BatchResult",
     "Cache",
     "Cancelled",
+    "Circuit",
     "Controller",
     "Detector",
+    "EdgeScores",
     "Edit",
     "EditError",
     "EditShapeError",
@@ -176,9 +239,11 @@ __all__ = [
     "NonFinite",
     "NothingMatched",
     "NothingSelected",
+    "Probe",
     "Report",
     "Rotation",
     "Rows",
+    "Scores",
     "ShapeLog",
     "Site",
     "SiteNotFound",
@@ -186,20 +251,39 @@ __all__ = [
     "Statistics",
     "SweepResult",
     "TransformerModel",
+    "TunedLens",
     "Unsupported",
+    "ablation",
+    "activation_patching",
     "activation_statistics",
     "add",
     "adversarial",
+    "alignment_search",
     "at",
+    "attention_knockout",
+    "attention_patterns",
+    "attribution_patching",
+    "batches",
+    "causal_tracing",
     "clamp",
     "clip_grad",
+    "compare_prompts",
+    "direct_logit_attribution",
+    "edge_attribution",
+    "faithfulness",
     "feature_maps",
     "fill",
+    "function_vector",
     "gradient_health",
+    "gradient_times_activation",
+    "head_scores",
     "in_scope",
+    "integrated_gradients",
     "knockout",
     "load",
     "load_edits",
+    "logit_lens",
+    "max_activating",
     "mean",
     "measure",
     "metrics",
@@ -207,10 +291,15 @@ __all__ = [
     "noise_grad",
     "packed_rows",
     "patch",
+    "patchscope",
+    "path_patching",
+    "probe",
     "project_cap",
     "project_out",
+    "relp",
     "resample",
     "rotate",
+    "saliency",
     "save_edits",
     "scale",
     "scale_grad",

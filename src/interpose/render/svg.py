@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from html import escape
 
 from interpose.render import colours
@@ -23,14 +24,22 @@ def picture(shown: Labelled, title: str = "") -> str:
     return _bars(grid, title) if len(shown.labels) == 1 else _map(grid, title)
 
 
+def _titled(title: str, wide: float) -> tuple[list[str], int]:
+    """A title in as many lines as it takes to be no wider than what is below it, and their height."""
+    lines = textwrap.wrap(title, max(48, round(wide / _LETTER))) if title else []
+    return [_text(4, 15 + 16 * n, line, bold=True) for n, line in enumerate(lines)], 16 * len(lines)
+
+
 def _map(grid: Grid, title: str) -> str:
     left = 12 + _LETTER * max(map(len, (grid.corner, *grid.rows)))
     widest = max(map(len, grid.columns))
     shown = [[grid.number(value) for value in row] for row in grid.values]
     cell = 10 + _LETTER * max(len(text) for row in shown for text in row)
     upright = widest * _LETTER > cell
-    top = 26 + (widest * _LETTER + 6 if upright else _LINE)
-    parts = [_text(4, 15, title, bold=True), _text(left - 6, top - 6, grid.corner, "end")]
+    wide = left + cell * len(grid.columns) + 8
+    parts, high = _titled(title, wide)
+    top = high + 10 + (widest * _LETTER + 6 if upright else _LINE)
+    parts.append(_text(left - 6, top - 6, grid.corner, "end"))
     for column, name in enumerate(grid.columns):
         middle = left + cell * (column + 0.5)
         if upright:
@@ -49,14 +58,14 @@ def _map(grid: Grid, title: str) -> str:
             )
             ink = colours.ink(back)
             parts.append(_text(x + cell - 5, y + 13, shown[row][column], "end", ink=ink))
-    wide = max(left + cell * len(grid.columns) + 8, 12 + _LETTER * len(title) * 1.05)
-    return _document(wide, top + _LINE * len(grid.rows) + 8, parts)
+    return _document(max(wide, 340 if title else 0), top + _LINE * len(grid.rows) + 8, parts)
 
 
 def _bars(grid: Grid, title: str) -> str:
     left, half = 12 + _LETTER * max(map(len, grid.rows)), 150
-    middle, top = left + half, 30
-    parts = [_text(4, 15, title, bold=True)]
+    middle, wide = left + half, left + 2 * half + 70
+    parts, high = _titled(title, wide)
+    top = high + 14
     for row, (name, (value,)) in enumerate(zip(grid.rows, grid.values)):
         y = top + _LINE * row
         long = half * min(abs(value) / grid.limit, 1.0) if value == value else 0.0
@@ -69,7 +78,7 @@ def _bars(grid: Grid, title: str) -> str:
         ]
     low = top + _LINE * len(grid.rows)
     parts.append(f'<path d="M{middle} {top}V{low}" stroke="#57606a"/>')
-    return _document(max(middle + half + 70, 12 + _LETTER * len(title) * 1.05), low + 8, parts)
+    return _document(wide, low + 8, parts)
 
 
 def _text(

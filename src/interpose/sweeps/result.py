@@ -235,10 +235,11 @@ class SweepResult:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def svg(self, metric: str | None = None) -> str:
+    def svg(self, title: str | None = None, *, metric: str | None = None) -> str:
         """One or two axes as a picture for papers and pages, of the first metric or the named one."""
         number = 0 if metric is None else self.metrics.index(metric)
-        return picture(page.view(self, number)[1], title=page.title(self))
+        shown = page.view(self, number)[1]
+        return picture(shown, title=page.title(self) if title is None else title)
 
     def save_html(self, path: str | Path) -> Path:
         """Write a page that needs no script and loads nothing, and return where it is."""

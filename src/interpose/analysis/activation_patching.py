@@ -1,0 +1,152 @@
+"""`ip.activation_patching`: where in a model what tells two texts apart is, family by family.
+
+A value of one run takes the place of the same value in another run, at one place after another:
+
+    share(place) = (metric(corrupt, with the clean value at the place) - metric(corrupt))
+                   / (metric(clean) - metric(corrupt))
+
+Each family below is a sweep: which sites, and over which axes. The names are those of TransformerLens's ``patching``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import interpose as ip
+
+_HEAD = ("z", "q", "k", "v", "pattern")
+_STREAM, _ALL_POS, _BY_POS = ("layer", "pos"), ("layer", "head"), ("layer", "pos", "head")
+
+FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # family: (sites, axes); the position of a pattern is the one that looks
+    "resid_pre": (("resid_pre",), _STREAM),
+    "resid_mid": (("resid_mid",), _STREAM),
+    "resid_post": (("resid_post",), _STREAM),
+    "attn_out": (("attn_out",), _STREAM),
+    "mlp_out": (("mlp_out",), _STREAM),
+    "block_every": (("resid_pre", "attn_out", "mlp_out"), ("site", *_STREAM)),
+    "attn_head_out_all_pos": (("z",), _ALL_POS),
+    "attn_head_q_all_pos": (("q",), _ALL_POS),
+    "attn_head_k_all_pos": (("k",), _ALL_POS),
+    "attn_head_v_all_pos": (("v",), _ALL_POS),
+    "attn_head_pattern_all_pos": (("pattern",), _ALL_POS),
+    "attn_head_all_pos_every": (_HEAD, ("site", *_ALL_POS)),
+    "attn_head_out_by_pos": (("z",), _BY_POS),
+    "attn_head_q_by_pos": (("q",), _BY_POS),
+    "attn_head_k_by_pos": (("k",), _BY_POS),
+    "attn_head_v_by_pos": (("v",), _BY_POS),
+    "attn_head_pattern_by_pos": (("pattern",), _BY_POS),
+    "attn_head_by_pos_every": (_HEAD, ("site", *_BY_POS)),
+}
+
+
+def activation_patching(
+    model: Any,
+    clean: Any,
+    corrupt: Any,
+    *,
+    metric: Any,
+    family: str = "resid_pre",
+    direction: str = "denoise",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    batch_size: int = 16,
+    max_rows: int | None = None,
+    progress: bool = False,
+) -> ip.SweepResult:
+    """How much of the way from one run to the other each place goes, as a sweep's result.
+
+    ```python
+    model = ip.load("pocket")
+    clean = "When Mary and John went to the store, John gave a drink to"
+    corrupt = "When Mary and John went to the store, Mary gave a drink to"
+    lead = ip.metrics.logit_difference(" Mary", " John")
+    ip.activation_patching(model, clean, corrupt, metric=lead, family="attn_head_out_all_pos").top(3)
+    ```
+
+    A family of several sites has an axis ``site``. With grouped queries keys and values have fewer heads than queries;
+    in a family that has them all, heads that do not exist are NaN.
+
+    Args:
+        model: a model of transformers, in eval mode.
+        clean: a text, several, or tokens [batch, pos].
+        corrupt: the texts to compare with, token by token.
+        metric: one of `ip.metrics`, a function of logits that gives a number for each example, or several by name.
+        family: what is patched, and over which axes: a name in `FAMILIES`, such as ``resid_pre``, ``block_every``,
+            ``attn_head_out_all_pos``, ``attn_head_by_pos_every``.
+        direction: ``denoise`` puts clean values into the corrupted run: what is enough. ``noise`` puts corrupted values
+            into the clean run: what cannot be missed.
+        layers: which; by default all that have the sites.
+        heads: which; by default all.
+        positions: which; by default all.
+        batch_size: how many pairs run together, at most.
+        max_rows: how many rows run together, at most; by default as many as fit.
+        progress: show a bar.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"no family is called {family!r}. There are: {', '.join(FAMILIES)}.")
+    if corrupt is None:
+        raise ValueError(
+            "patching needs a second text: corrupt=... For what a model can do without, see ip.ablation."
+        )
+    sites, axes = FAMILIES[family]
+    for name, given, axis in (("heads", heads, "head"), ("positions", positions, "pos")):
+        if given is not None and axis not in axes:
+            raise ValueError(
+                f"{family!r} goes over {', '.join(axes)}: {name}=... means nothing there."
+            )
+    options: dict[str, Any] = {
+        "metric": metric,
+        "over": tuple(axis for axis in axes if axis != "site"),
+        "direction": direction,
+        "layers": layers,
+        "heads": heads,
+        "positions": positions,
+        "batch_size": batch_size,
+        "max_rows": max_rows,
+        "progress": progress,
+    }
+    found = [ip.sweep(model, clean, corrupt, site=site, **options) for site in sites]
+    return found[0] if len(sites) == 1 else _together(sites, found)
+
+
+def _together(sites: Sequence[str], found: Sequence[ip.SweepResult]) -> ip.SweepResult:
+    """Sweeps of several sites as one, with an axis of sites; NaN where a site has no such head or layer."""
+    axes = {
+        name: list(dict.fromkeys(entry for one in found for entry in one.axes[name]))
+        for name in found[0].axes
+    }
+    each = torch.stack([_spread(one, axes) for one in found], 1)  # [metric, site, *axes, example]
+    tally = dataclasses.replace(
+        found[0].tally,
+        forwards=sum(one.tally.forwards for one in found),
+        token_layers=sum(one.tally.token_layers for one in found),
+        one_per_cell=sum(one.tally.one_per_cell for one in found),
+    )
+    loudest = max(found, key=lambda one: one.noise_floor)
+    return dataclasses.replace(
+        loudest,
+        axes={"site": list(sites), **axes},
+        each=each,
+        tally=tally,
+        sites=tuple(sites),
+    )
+
+
+def _spread(one: ip.SweepResult, axes: dict[str, list[int]]) -> Tensor:
+    """The numbers of a sweep in a larger grid, [metric, *axes, example]."""
+    if one.axes == axes:
+        return one.each
+    shape = [len(entries) for entries in axes.values()]
+    wide = one.each.new_full((len(one.metrics), *shape, one.examples), torch.nan)
+    places = [[axes[name].index(entry) for entry in one.axes[name]] for name in axes]
+    index = torch.meshgrid(*(torch.tensor(some, device="cpu") for some in places), indexing="ij")
+    where: tuple[Any, ...] = (slice(None), *index)
+    wide[where] = one.each
+    return wide

@@ -1,0 +1,241 @@
+"""Two prompts of one length, component by component: what of the model's inside tells them apart?
+
+For what each component adds to the stream at a position, x in one prompt and y in the other:
+
+    relative difference = |x - y| / |x|,    cosine = x . y / |x| |y|
+
+and, given an answer, the difference of what x and y write for it (direct logit attribution). Those add up to the
+difference of the logit between the prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import interpose as ip
+from interpose.render.html import Markup, bar, html_table
+from interpose.render.labelled import Labelled
+from interpose.render.text import table
+
+_ADDED = re.compile(r"blocks\.0\.hook_resid_pre|blocks\.\d+\.hook_(attn|mixer|mlp)_out")
+_EVIDENCE = (
+    "Evidence for where the two prompts are told apart, and by how much. Not evidence that a difference matters for "
+    "the answer: patching (ip.activation_patching) tests that. Attribution is what is written straight to the logits."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PromptComparison(ip.Scores):
+    """What differs: `values` are relative differences, [*axes].
+
+    Attributes:
+        cosine: how alike the directions are, from -1 to 1, [*axes].
+        attribution: what each component writes for the answer in the first prompt, less that in the second, at the
+            position of the logits, [component] or [layer, head]; None without an answer.
+        rest: the same of the parts that are not on the axes, by name.
+        total: the logit, or the difference of two, in the first prompt less that in the second: the sum of both.
+    """
+
+    cosine: Tensor
+    attribution: Tensor | None = None
+    rest: dict[str, float] = field(default_factory=dict)
+    total: float | None = None
+
+    def drawings(self) -> dict[str, Labelled]:
+        """Each quantity with its labels, by its name."""
+        labels = self.labels
+        plain = {name: entries for name, entries in labels.items() if name != "pos"}
+        found = {
+            "relative difference": Labelled(values=self.values, labels=labels),
+            "1 - cosine": Labelled(values=1 - self.cosine, labels=labels),
+        }
+        if self.attribution is not None:
+            found["attribution"] = Labelled(values=self.attribution, labels=plain)
+        return found
+
+    def lines(self) -> list[str]:
+        """What is said above the numbers: also what attributions add up to."""
+        if self.attribution is None or self.total is None:
+            return ip.Scores.lines(self)
+        sums = {"shown": float(self.attribution.sum()), **self.rest}
+        said = " + ".join(f"{value:z.3f} ({name})" for name, value in sums.items())
+        return [*ip.Scores.lines(self), f"attribution: {self.total:z.3f} = {said}"]
+
+    def __repr__(self) -> str:
+        if list(self.axes) != ["component"]:
+            return ip.Scores.__repr__(self)
+        columns = [drawn.values.tolist() for drawn in self.drawings().values()]
+        rows = [
+            (name, *(f"{value:.3f}" for value in row))
+            for name, *row in zip(self.axes["component"], *columns)
+        ]
+        head = [self.title, *(f"  {line}" for line in self.lines()), ""]
+        return "\n".join([*head, table(("component", *self.drawings()), rows)])
+
+    def html(self) -> str:
+        """A table with a bar for each quantity, or a heat map of each."""
+        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        drawings = self.drawings()
+        if list(self.axes) == ["component"]:
+            columns = [_bars(drawn) for drawn in drawings.values()]
+            rows = list(zip(self.axes["component"], *columns))
+            body = html_table(("component", *drawings), rows)
+        else:
+            body = "".join(
+                f"<p><b>{name}</b></p>{drawn.html()}" for name, drawn in drawings.items()
+            )
+        note = f'<p class="note">{escape(self.evidence)}</p>'
+        return f'<div style="font-size:14px"><p><b>{escape(self.title)}</b>{about}</p>{body}{note}</div>'
+
+
+@torch.no_grad()
+def compare_prompts(
+    model: Any,
+    a: Any,
+    b: Any,
+    *,
+    answer: Any = None,
+    instead: Any = None,
+    by: str = "component",
+    pos: int | None = -1,
+    batch_size: int = 16,
+) -> PromptComparison:
+    """Which components tell two prompts apart: relative differences, cosines, and differences of logit attribution.
+
+    ```python
+    a, b = "The Eiffel Tower is in", "The Trevi Fountain is in"
+    found = ip.compare_prompts(model, a, b, answer=" Paris", instead=" Rome")
+    found.top(3)  # the largest relative differences
+    found.attribution.sum() + sum(found.rest.values())  # is found.total
+    ```
+
+    Args:
+        model: a causal language model.
+        a: a text, several, or tokens [batch, pos].
+        b: the texts to compare with, each as long as its partner; numbers are means over pairs.
+        answer: a token whose direct logit attribution is compared too; one for all pairs, or one for each.
+        instead: a token whose logit is subtracted from the answer's, likewise.
+        by: ``component`` (embeddings, attention and MLP of each layer), or ``head``.
+        pos: the position where they are compared, negative ones from the end; None for each position, along an axis
+            of its own, with the attribution at the last.
+        batch_size: how many pairs run together, at most.
+    """
+    if by not in ("component", "head"):
+        raise ValueError(f"by is 'component' or 'head'; got {by!r}.")
+    if answer is None and instead is not None:
+        raise ValueError("instead is subtracted from an answer: give answer=... too.")
+    found = ip.batches(model, a, b, batch_size=batch_size)
+    lengths = sorted({batch.clean.shape[1] for batch in found})
+    if pos is None and len(lengths) > 1:
+        raise ValueError(
+            f"the pairs have {' and '.join(map(str, lengths))} tokens, so that their positions differ: give pos=-1, or "
+            "pairs of one length."
+        )
+    differences, cosines = [], []
+    names: list[Any] = []
+    for batch in found:
+        where = None if pos is None else [batch.positions(pos)[0][0]]
+        mine, other = (_added(model, tokens, by, where) for tokens in (batch.clean, batch.corrupt))
+        names = list(mine)
+        for name in mine:
+            difference, cosine = _compared(mine[name], other[name])
+            differences.append(difference)  # [example, (head,) pos]
+            cosines.append(cosine)
+    values, cosine = (_mean(some, len(names)) for some in (differences, cosines))
+    axes: dict[str, list[Any]] = {"component": names}
+    if by == "head":
+        axes = {"layer": names, "head": list(range(values.shape[1]))}
+    if pos is None:
+        axes["pos"] = list(range(lengths[0]))
+    else:
+        values, cosine = values[..., 0], cosine[..., 0]
+    parts: dict[str, Any] = {}
+    if answer is not None:
+        at = {"by": by, "pos": -1 if pos is None else pos, "batch_size": batch_size}
+        parts = _attributions(model, a, b, answer, instead, axes, at)
+    return PromptComparison(
+        title=f"Two prompts compared by {by}",
+        values=values,
+        axes=axes,
+        unit="relative difference",
+        protocol={
+            "pairs": found[0].total,
+            "pos": "each" if pos is None else pos,
+            **({} if answer is None else {"answer": repr(answer)}),
+            **({} if instead is None else {"instead": repr(instead)}),
+            "forwards": (2 if answer is None else 4) * len(found),
+        },
+        evidence=_EVIDENCE,
+        tokens=found[0].str_tokens,
+        cosine=cosine,
+        **parts,
+    )
+
+
+def _added(model: Any, tokens: Any, by: str, where: list[int] | None) -> dict[Any, Tensor]:
+    """What each component adds to the stream, [example, pos, d_model], or each head, [example, pos, head, d_model]."""
+    names = "result" if by == "head" else _ADDED
+    _, cache = model.run_with_cache(tokens, names_filter=names, pos_slice=where, return_type=None)
+    layers = range(len(model.blocks))
+    if by == "head":
+        return {i: cache["result", i].float() for i in layers if ("result", i) in cache}
+    found = {"embeddings": cache["resid_pre", 0].float()}
+    for layer in layers:
+        for kind in ("attn", "mixer", "mlp"):
+            if (f"{kind}_out", layer) in cache:
+                found[f"{kind} {layer}"] = cache[f"{kind}_out", layer].float()
+    return found
+
+
+def _compared(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Relative difference and cosine of two values [example, pos, (head,) d_model], each [example, (head,) pos]."""
+    apart = (x - y).norm(dim=-1)
+    relative = (apart / x.norm(dim=-1)).where(apart > 0, 0.0)
+    cosine = torch.cosine_similarity(x, y, dim=-1).where(apart > 0, 1.0)
+    return relative.movedim(1, -1).cpu(), cosine.movedim(1, -1).cpu()
+
+
+def _mean(some: list[Tensor], names: int) -> Tensor:
+    """The mean over examples, [name, (head,) pos], of values that come name by name in each batch."""
+    return torch.stack([torch.cat(some[start::names]).mean(0) for start in range(names)])
+
+
+def _attributions(
+    model: Any,
+    a: Any,
+    b: Any,
+    answer: Any,
+    instead: Any,
+    axes: dict[str, list[Any]],
+    at: dict[str, Any],
+) -> dict[str, Any]:
+    """The difference of the attributions of two prompts."""
+    mine, other = (
+        ip.direct_logit_attribution(model, text, answer=answer, instead=instead, **at)
+        for text in (a, b)
+    )
+    change = mine.values - other.values
+    if "component" in axes:
+        embeddings = [at for at, name in enumerate(mine.axes["component"]) if "embed" in name]
+        first = change[embeddings].sum(0, keepdim=True)
+        change = torch.cat([first, change[len(embeddings) :]])
+    return {
+        "attribution": change,
+        "rest": {name: value - other.rest[name] for name, value in mine.rest.items()},
+        "total": mine.total - other.total,
+    }
+
+
+def _bars(drawn: Labelled) -> list[Markup]:
+    """A bar with its number for each value, red up and blue down."""
+    most = drawn.most or 1.0
+    return [
+        bar(abs(value) / most, f"{value:.3f}", colour="#d6604d" if value >= 0 else "#4393c3")
+        for value in drawn.values.tolist()
+    ]
