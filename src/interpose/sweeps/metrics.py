@@ -147,10 +147,7 @@ class Metric:
         chosen = [listed[number] for number in examples.numbers]
         lookup = examples.model.to_single_token
         ids = [lookup(word) if isinstance(word, str) else int(word) for word in chosen]  # type: ignore[arg-type]
-        count = examples.model.cfg.d_vocab
-        wrong = next((token for token in ids if not 0 <= token < (count or token + 1)), None)
-        if wrong is not None:
-            raise ValueError(f"{what} has token {wrong}, and the model tokens 0 to {count - 1}.")
+        _must_be_tokens(ids, examples.model, what)
         return torch.tensor(ids, device=examples.tokens.device)
 
     def _there(self, logits: Tensor) -> Tensor:
@@ -318,6 +315,17 @@ class function(Metric):
             return found.to(logits.device)
 
         return measure
+
+
+def _must_be_tokens(ids: Sequence[int], model: Any, what: str) -> None:
+    """Refuse numbers that are no tokens; the model is looked at only where its config leaves a doubt."""
+    config = getattr(model.module, "config", None)
+    if 0 <= min(ids) and max(ids) < (getattr(config, "vocab_size", None) or 0):
+        return
+    count = model.cfg.d_vocab
+    wrong = next((token for token in ids if not 0 <= token < (count or token + 1)), None)
+    if wrong is not None:
+        raise ValueError(f"{what} has token {wrong}, and the model tokens 0 to {count - 1}.")
 
 
 def _must_be_whole(metric: Metric) -> None:
