@@ -701,3 +701,26 @@ def test_values_that_do_not_fit_name_the_edit_and_the_site() -> None:
         model.run_with_hooks(
             "The capital of France is", hooks=[ip.zero("z", layer=4, pos=" Paris")]
         )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
+def test_a_gradient_at_a_norms_scale_leaves_every_bit_and_is_right(kind: str) -> None:
+    module = tiny.build(kind)
+    model, ids = ip.wrap(module), tiny.inputs(module)["input_ids"]
+    name = "blocks.1.ln1.hook_scale"
+
+    def total(logits: Tensor) -> Tensor:
+        return logits.square().sum()
+
+    logits, cache = model.run_with_cache(ids, names_filter=[name], incl_bwd=total)
+    assert torch.equal(logits, model(ids))
+    direction = torch.randn(cache[name].shape, generator=torch.Generator().manual_seed(0))
+    step = 1e-2 * direction / direction.norm()
+    with torch.no_grad():
+        up, down = (
+            total(model.run_with_hooks(ids, fwd_hooks=[(name, lambda s, hook, by=by: s + by)]))
+            for by in (step, -step)
+        )
+    wanted = float((up - down) / 2)
+    assert abs(wanted) > 1e-3
+    assert float((cache.grad[name] * step).sum()) == pytest.approx(wanted, rel=0.03)

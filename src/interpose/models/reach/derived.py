@@ -104,9 +104,11 @@ class NormScale(Derived):
         bias = getattr(call.module, "bias", None)
         shift = 0.0 if bias is None else bias
         moved = ((raw - shift) * (old / value) + shift).to(raw.dtype)
-        # A gradient at the scale needs the quotient also where it is one.
-        keep = (value == old) & (not value.requires_grad)
-        return torch.where(keep, raw, moved)
+        kept = raw
+        if value.requires_grad:  # a gradient at the scale needs the quotient also where it is one
+            quotient = (raw.detach() - shift) * (old / value)
+            kept = raw + (quotient - quotient.detach()).to(raw.dtype)
+        return torch.where(value == old, kept, moved)
 
 
 @dataclass(frozen=True, slots=True)
