@@ -1138,3 +1138,19 @@ def test_nothing_runs_when_one_of_several_names_is_wrong() -> None:
     finally:
         handle.remove()
     assert ran == []
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "gpt_neox"])
+def test_a_model_in_64_bits_has_every_site_that_it_has_in_32(kind: str) -> None:
+    module = tiny.build(kind)
+    wanted = set(ip.wrap(module).sites)
+    model = ip.wrap(module.double())
+    assert set(model.sites) == wanted
+    with torch.no_grad():
+        _, cache = model.run_with_cache(tiny.inputs(module)["input_ids"])
+    assert cache["resid_pre", 1].dtype == torch.float64
+    added = cache["resid_mid", 1] if ("resid_mid", 1) in cache else cache["resid_pre", 1]
+    added = added + cache["mlp_out", 1]
+    if kind == "gpt_neox":  # attention and MLP side by side
+        added = added + cache["attn_out", 1]
+    assert (added - cache["resid_post", 1]).abs().max() < 1e-12

@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
             flat = tensor.detach().reshape(-1)
             places = _places(flat.numel(), flat.device)
             first, last = self._rows(tensor.detach())
-            value.source = torch.cat([flat[places], first, last]).float()
+            value.source = _wide(torch.cat([flat[places], first, last]))
             self._pending.append(value)
         return value
 
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
             heads = ends = tensor.reshape(1, -1)
         value = self._value((), heads.contiguous())
         if value.source is not None:
-            both = (heads.reshape(-1).float(), ends.reshape(-1).float())
+            both = (_wide(heads.reshape(-1)), _wide(ends.reshape(-1)))
             value.source = torch.cat([value.source[:PLACES], *both])
         return value
 
@@ -272,6 +272,11 @@ _TOLD = {
 
 
 @lru_cache(maxsize=512)
+def _wide(tensor: Tensor) -> Tensor:
+    """In 32 bits; what has more keeps them, for its sums are compared in its own precision."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def _places(size: int, device: torch.device) -> Tensor:
     """The same random places for every value of one size."""
     order = np.random.default_rng(size).integers(0, size, PLACES)
