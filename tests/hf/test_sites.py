@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import interpose as ip
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
 from tests.hf import tiny
 from tests.hf.wired import of
