@@ -41,6 +41,14 @@ def test_a_number_is_found_by_the_entries_of_its_axes() -> None:
         found.at(layer=5)
 
 
+def test_one_entry_of_an_axis_is_picked_and_the_others_stay() -> None:
+    found = scores().pick(layer=6)
+    assert found.values.equal(scores().values[1])
+    assert list(found.axes) == ["pos", "head"]
+    assert found.title == "a <title>, layer 6"
+    assert "<svg" in found.svg()
+
+
 def test_sums_leave_the_other_axes_and_all_that_was_said() -> None:
     found = scores().sum("pos")
     assert found.values.equal(scores().values.sum(1))
@@ -148,7 +156,7 @@ def test_bars_go_right_for_more_and_left_for_less() -> None:
 
 
 def test_a_picture_of_three_axes_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"here there are layer, pos, head. Add some up with .sum"):
+    with pytest.raises(ValueError, match=r"here there are layer, pos, head. Save a page"):
         scores().svg()
 
 

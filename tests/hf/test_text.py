@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -211,6 +211,21 @@ def test_spaces_of_sentencepiece_tokens_are_kept(llama: Any) -> None:
     assert model.to_string(model.to_tokens("the cats")[0]) == "the cats"
 
 
+def test_a_word_may_be_asked_for_as_it_is_shown(llama: Any) -> None:
+    """Though the tokenizer puts another space before it, as Llama's does."""
+    words = {"<unk>": 0, "\u2581": 1, "\u2581cat": 2, "s": 3}
+    made = Tokenizer(models.WordPiece(words, unk_token="<unk>", continuing_subword_prefix=""))
+    prepend, replace = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    made.normalizer = normalizers.Sequence([prepend, replace])
+    made.decoder = decoders.Metaspace()
+    words_of = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    model = TransformerModel(llama, words_of)
+    assert model.to_tokens(" cat").tolist() == [[1, 2]]
+    assert model.to_single_token(" cat") == model.to_single_token("cat") == 2
+    with pytest.raises(ValueError, match="is 2 tokens and not one"):
+        model.to_single_token("cats")
+
+
 def test_single_tokens(llama: Any) -> None:
     model = having(llama, adds_bos=True)
     token = model.to_single_token(" cat")
@@ -219,7 +234,7 @@ def test_single_tokens(llama: Any) -> None:
         model.to_single_token("the cat")
     assert str(error.value) == (
         "'the cat' is 2 tokens and not one: ['the', ' cat']. Most tokenizers have words with the "
-        "space before them (' Paris'); look with to_str_tokens."
+        "space before them (' Paris'); look with to_str_tokens, or give the number."
     )
 
 

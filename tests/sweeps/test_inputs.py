@@ -79,3 +79,25 @@ def test_texts_that_are_none_are_refused(clean: Any, corrupt: Any, error: Any, s
     model = TransformerModel(oracle.build("gpt2"))
     with pytest.raises(error, match=said):
         sweep(model, clean, corrupt, edit=ip.zero)
+
+
+def test_a_text_beyond_the_models_positions_is_refused_and_not_cut() -> None:
+    model = ip.load("pocket")
+    long = "When Mary and John went to the store, " * 40
+    with pytest.raises(ValueError, match=r"a text has \d+ tokens, and the model 256 positions"):
+        ip.sweep(model, long, long, metric=ip.metrics.logit(" Mary"), progress=False)
+
+
+def test_a_bare_module_is_refused_with_the_way_to_wrap_it() -> None:
+    module = ip.load("pocket").module
+    with pytest.raises(ip.Unsupported, match=r"ip.wrap\(module, tokenizer\); got GPT2LMHeadModel"):
+        ip.sweep(module, "a", "b", metric=ip.metrics.logit(" Mary"), progress=False)
+    with pytest.raises(TypeError, match=r"ip.wrap\(module, tokenizer\), or ip.load\(name\)"):
+        ip.batches(module, "a")
+
+
+def test_texts_may_come_from_a_generator() -> None:
+    model = ip.load("pocket")
+    texts = ["The Eiffel Tower is in", "The capital of Japan is"]
+    found = ip.batches(model, (text for text in texts))
+    assert sum(len(batch) for batch in found) == 2

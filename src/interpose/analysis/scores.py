@@ -31,7 +31,7 @@ class Scores:
     ```python
     scores.values                    # a tensor, [*axes]
     scores.at(layer=5, head=3)       # a number, or a tensor of the axes that are left
-    scores.sum("pos")                # the same with an axis added up
+    scores.sum("pos")                # scores with an axis added up; scores.pick(pos=3): at one place of it
     scores.top(3)                    # the strongest places
     scores.save("scores.html")       # or .svg, .json
     ```
@@ -89,6 +89,19 @@ class Scores:
             place.append(there.index(entries[name]) if name in entries else slice(None))
         found = self.values[tuple(place)]
         return found.item() if found.ndim == 0 else found
+
+    def pick(self, **entries: Any) -> Scores:
+        """The scores at one entry of some axes: ``scores.pick(layer=5)``."""
+        said = ", ".join(f"{name} {entry}" for name, entry in entries.items())
+        return Scores(
+            title=f"{self.title}, {said}",
+            values=torch.as_tensor(self.at(**entries), dtype=self.values.dtype),
+            axes={name: there for name, there in self.axes.items() if name not in entries},
+            unit=self.unit,
+            protocol=self.protocol,
+            evidence=self.evidence,
+            tokens=self.tokens,
+        )
 
     def sum(self, *axes: str) -> Scores:
         """The scores added up over some axes."""

@@ -56,9 +56,8 @@ class Labelled:
         if len(self.labels) > 2 or not self.values.numel():
             return None
         ((_, grid),) = self.grids()
-        short = dataclasses.replace(
-            grid, rows=[_cut(name) for name in grid.rows], columns=[_cut(n) for n in grid.columns]
-        )
+        columns = [_cut(name) if len(self.labels) > 1 else name for name in grid.columns]
+        short = dataclasses.replace(grid, rows=[_cut(name) for name in grid.rows], columns=columns)
         lines = short.text(coloured=False).splitlines()
         return "\n".join(lines) if len(lines) <= high and len(lines[0]) <= _WIDE else None
 
@@ -123,14 +122,16 @@ class Labelled:
 
     def _legend(self) -> str:
         """What the colours mean."""
-        steps = (colours.css(colours.diverging(step / 4 - 1)) for step in range(9))
+        low = -1 if bool((self.values < 0).any()) else 0
+        steps = (colours.css(colours.diverging(low + (1 - low) * step / 8)) for step in range(9))
         strip = (
             f"display:inline-block;width:120px;height:0.8em;background:linear-gradient(to right,{','.join(steps)});"
             "margin:0 6px;border:1px solid #d0d7de"
         )
         faint = "; grey: within the noise floor" if self.faint is not None else ""
         limit = f"{self.most:.{self.digits}f}"
-        return f'<p class="note">-{limit}<span style="{strip}"></span>{limit}{faint}</p>'
+        least = f"-{limit}" if low else "0"
+        return f'<p class="note">{least}<span style="{strip}"></span>{limit}{faint}</p>'
 
 
 def printable(token: str) -> str:

@@ -42,8 +42,9 @@ class Places:
     def __post_init__(self) -> None:
         if not hasattr(self.model, "anatomy"):
             raise Unsupported(
-                f"a sweep needs a model of transformers, whose layers and heads are known; got {self.model!r}. Of "
-                "other modules, run the edits one by one: model.run_with_hooks(x, hooks=[...])."
+                "a sweep needs a model of transformers, whose layers and heads are known: ip.load(name), or "
+                f"ip.wrap(module, tokenizer); got {type(self.model).__name__}. Of other modules, run the edits one by "
+                "one: model.run_with_hooks(x, hooks=[...])."
             )
         if not self.over or set(self.over) - set(AXES) or len(set(self.over)) < len(self.over):
             raise ValueError(f"over names some of {', '.join(AXES)}, each once; got {self.over}")

@@ -148,9 +148,22 @@ def _batch(
 
 def _rows(model: Any, given: Any, prepend_bos: bool | None) -> list[Tensor]:
     """Each text as its own tokens, none padded."""
+    if not hasattr(model, "to_tokens"):
+        raise TypeError(
+            f"a model of transformers is wrapped first: ip.wrap(module, tokenizer), or ip.load(name); got "
+            f"{type(model).__name__}."
+        )
+    given = given if isinstance(given, (str, Tensor)) else list(given)
     if is_text(given):
-        texts = [given] if isinstance(given, str) else list(given)
-        return [model.to_tokens(text, prepend_bos=prepend_bos)[0] for text in texts]
+        texts = [given] if isinstance(given, str) else given
+        rows = [model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0] for text in texts]
+        most, longest = model._longest_text(), max(len(row) for row in rows)
+        if most is not None and longest > most:
+            raise ValueError(
+                f"a text has {longest} tokens, and the model {most} positions. Cut it yourself: where it ends is where "
+                "the answer is read."
+            )
+        return rows
     if isinstance(given, Tensor):
         tokens = given if given.ndim == 2 else given[None]
         return list(tokens.to(model.device))
@@ -170,7 +183,7 @@ def _must_match(model: Any, rows: Sequence[Tensor], others: Sequence[Tensor]) ->
             raise ValueError(
                 f"pair {number} has {len(row)} and {len(other)} tokens, so that positions do not correspond:\n"
                 f"  clean:   {_shown(model, row)}\n  corrupt: {_shown(model, other)}\n"
-                "Choose words of as many tokens, or let both end together: align='end'."
+                "Choose words of as many tokens; in ip.sweep, align='end' lets both end together."
             )
 
 

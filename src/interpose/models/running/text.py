@@ -284,10 +284,12 @@ class Text(Model):
     def to_single_token(self, string: str) -> int:
         """The one token that a string is; an error that shows the pieces if it is none or several."""
         row = self._ids([string], special=False)[0]
+        if len(row) == 2 and self._pieces(row)[1] == string:
+            return row[1]  # a tokenizer that begins every text with a space has put one too many
         if len(row) != 1:
             raise ValueError(
                 f"{string!r} is {len(row)} tokens and not one: {self._pieces(row)}. Most tokenizers "
-                "have words with the space before them (' Paris'); look with to_str_tokens."
+                "have words with the space before them (' Paris'); look with to_str_tokens, or give the number."
             )
         return row[0]
 
