@@ -236,3 +236,24 @@ def test_nothing_is_left_behind() -> None:
         ip.ablation(model, tokens(), metric=METRIC, by=by)
     assert same_state(before, state_of(model.module))
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
+
+
+def test_another_text_is_never_one_that_is_the_same() -> None:
+    """Its value would be the unit's own, and the effect nothing."""
+    model, rows = build("gpt2"), tokens(2)
+    twice = torch.cat([rows, rows])
+    for reference in (None, twice):
+        found = ip.ablation(model, twice, metric=METRIC, by="resample", reference=reference)
+        assert all(
+            not torch.equal(twice[n], twice[m]) for n, m in enumerate(found.protocol["draw"])
+        )
+        assert found.values.abs().min() > 0
+    with pytest.raises(ValueError, match="no other text has as many"):
+        ip.ablation(model, rows[:1], metric=METRIC, by="resample", reference=rows[:1])
+
+
+def test_means_are_taken_of_a_single_site_too() -> None:
+    model = build("llama")
+    every = ip.ablation(model, tokens(), metric=METRIC, by="mean")
+    one = ip.ablation(model, tokens(), metric=METRIC, by="mean", site=("z", 1), over="head")
+    torch.testing.assert_close(one.values, every.values[1], rtol=1e-4, atol=1e-6)

@@ -205,3 +205,20 @@ def test_nothing_is_left_behind() -> None:
         pair = oracle.pair(2, LENGTH, FIRST)
         ip.activation_patching(model, *pair, metric=METRIC, family=family)
     assert same_state(before, state_of(model.module))
+
+
+def test_chosen_heads_that_keys_and_values_lack_are_nan() -> None:
+    model = build("llama")  # 4 heads, 2 of keys and values
+    clean, corrupt = oracle.pair()
+    options: dict[str, Any] = {"metric": METRIC, "family": "attn_head_all_pos_every"}
+    every = ip.activation_patching(model, clean, corrupt, **options)
+    for heads, numbers in (([3], [3]), ([1, 3], [1, 3]), ([-3], [1]), (slice(1, 3), [1, 2])):
+        some = ip.activation_patching(model, clean, corrupt, heads=heads, **options)
+        assert some.axes == {**every.axes, "head": numbers}
+        torch.testing.assert_close(
+            some.values, every.values[..., numbers], rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+        assert some.values[:2].isfinite().all()
+    for wrong in ([], [4]):
+        with pytest.raises(IndexError, match="heads: there are 4"):
+            ip.activation_patching(model, clean, corrupt, heads=wrong, **options)

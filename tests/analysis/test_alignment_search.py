@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import interpose as ip
 from interpose.analysis.alignment_search import Alignment, alignment_search
 from tests.hf import tiny
+from tests.hf.texts import PAD, speaking
 from tests.leftovers import same_state, state_of
 from tests.sweeps.oracle import Spot, pair, spot
 
@@ -245,3 +246,27 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
         alignment_search(model, base, None, targets=targets, layer=0)
     with pytest.raises(IndexError, match="layers 0 to 1"):
         alignment_search(model, base, source, targets=targets, layer=7)
+
+
+def test_places_and_pairs_that_cannot_be_searched_are_refused() -> None:
+    model = ip.wrap(tiny.build("gpt2", layers=2).requires_grad_(False))
+    base, source = pair(4)
+    search = partial(alignment_search, model, base, source, targets=[1, 2, 3, 4], steps=1)
+    with pytest.raises(ValueError, match="leaves none to train on or to judge by"):
+        search(layer=1, held_out=[])
+    with pytest.raises(
+        ValueError, match=r"'z' has heads, each with directions of its own. .*head=0"
+    ):
+        search(layer=1, site="z")
+    found = [search(layer=layer) for layer in (1, -1)]
+    assert found[1].axes["layer"] == [1]
+    assert torch.equal(found[0].directions, found[1].directions)
+
+
+def test_padding_is_not_seen() -> None:
+    model = speaking("llama").requires_grad_(False)
+    texts = pair(6, 8, 3)
+    padded = [torch.cat([torch.full((6, 3), PAD), rows], 1) for rows in texts]
+    search = partial(alignment_search, targets=list(range(6)), layer=1, steps=3, placebo=False)
+    one, other = (search(model, *given) for given in (padded, texts))
+    torch.testing.assert_close(one.losses, other.losses, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
+from tests.hf.texts import PAD, speaking
 from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 
@@ -170,7 +171,7 @@ def test_layers_without_attention_are_no_layers_of_it() -> None:
     model = ip.wrap(tiny.build("jamba", layers=3).requires_grad_(False))
     found = ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, window=3)
     assert found.axes["layer"] == [0, 2]
-    with pytest.raises(IndexError, match=r"layer 1 has no attention; there is in layers \[0, 2\]"):
+    with pytest.raises(IndexError, match=r"attention is in layers \[0, 2\], and not in layer 1"):
         ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, layers=[1])
 
 
@@ -184,7 +185,7 @@ def test_errors_say_what_to_write() -> None:
         ip.attention_knockout(pocket(), TEXT, query=-1, key=1, over="head", **options)
     with pytest.raises(ip.NothingSelected, match=r"'Rome' is not in text 0, whose tokens are"):
         ip.attention_knockout(pocket(), TEXT, query=-1, key="Rome", **options)
-    with pytest.raises(IndexError, match="no head 6: heads are 0 to 5"):
+    with pytest.raises(IndexError, match=r"heads=\[6\]; the model has heads 0 to 5"):
         ip.attention_knockout(pocket(), TEXT, query=-1, key=1, heads=[6], **options)
     with pytest.raises(ValueError, match="window is at least 1; got 0"):
         ip.attention_knockout(pocket(), TEXT, query=-1, key=1, window=0, **options)
@@ -200,3 +201,27 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ip.EditError):
         ip.attention_knockout(model, tokens(), metric=METRIC, query=0, key=0)
     assert same_state(before, state_of(model.module))
+
+
+def test_heads_count_from_the_end_and_nothing_to_cut_is_an_error() -> None:
+    model, options = build("gpt2"), {"metric": METRIC, "query": -1, "key": 1}
+    last = model.cfg.n_heads - 1
+    found = [ip.attention_knockout(model, tokens(), heads=[n], **options) for n in (last, -1)]
+    assert torch.equal(found[0].values, found[1].values)
+    assert found[0].values.abs().max() > 1e-3
+    for name in ("heads", "layers"):
+        with pytest.raises(IndexError, match=name):
+            ip.attention_knockout(model, tokens(), **{**options, name: []})
+    for name in ("query", "key"):
+        with pytest.raises(ValueError, match="no place looks, or none is seen"):
+            ip.attention_knockout(model, tokens(), **{**options, name: []})
+
+
+def test_padding_is_not_seen() -> None:
+    model, options = speaking("llama"), {"metric": METRIC, "query": -1, "key": -3}
+    padded = torch.cat([torch.full((len(tokens()), 3), PAD), tokens()], 1)
+    one, other = (
+        ip.attention_knockout(model, given, **options).values for given in (padded, tokens())
+    )
+    assert other.abs().max() > 1e-2
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

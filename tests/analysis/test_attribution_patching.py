@@ -197,6 +197,24 @@ def test_places_of_any_shape_are_verified() -> None:
             assert place["effect"] == pytest.approx(moved.mean().item(), rel=1e-3, abs=1e-5)
 
 
+@torch.no_grad()
+def test_layers_that_are_no_axis_are_patched_where_all_sites_are() -> None:
+    model, (clean, corrupt) = wrapped("qwen3_next"), oracle.pair()
+    kinds = ["attn_out", "mlp_out"]
+    shared = [site.layer for site in (model.sites[name] for name in model.sites.select(kinds[0]))]
+    assert 0 < len(shared) < model.cfg.n_layers
+    found = ip.attribution_patching(
+        model, clean, corrupt, metric=METRIC, site=kinds, over="site", verify=2
+    )
+    for place in found.verified:
+        _, cache = model.run_with_cache(clean, names_filter=place["site"])
+        hook = ip.patch(place["site"], cache, layer=shared)
+        moved = lead(model.run_with_hooks(corrupt, hooks=[hook])) - lead(model(corrupt))
+        assert abs(float(moved.mean())) > 1e-3
+        assert place["effect"] == pytest.approx(moved.mean().item(), rel=1e-3, abs=1e-5)
+        assert list(place) == ["site", "estimate", "effect", "agrees"]
+
+
 def test_relp_agrees_with_patching_better_than_the_gradient_on_the_pocket_model() -> None:
     model = wrapped("pocket")
     for site, least in (("resid_pre", 0.95), ("mlp_out", 0.95), ("attn_out", 0.97)):
@@ -246,6 +264,7 @@ def test_other_metrics_work() -> None:
         )
         real = ip.sweep(model, clean, corrupt, metric=metric, site="resid_pre", progress=False)
         assert found.corrupt == pytest.approx(float(real.baseline.mean()), rel=1e-4)
+        assert found.clean == pytest.approx(float(real.clean.mean()), rel=1e-4, abs=1e-6)
         for place in found.verified:
             assert place["effect"] == pytest.approx(
                 float(real.effect[place["layer"], place["pos"]]), rel=1e-3, abs=1e-4
@@ -272,6 +291,15 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> N
     with pytest.raises((ValueError, ip.SiteNotFound)) as raised:
         ip.attribution_patching(wrapped("gpt2"), clean, corrupt, **{"metric": METRIC, **options})
     assert said in str(raised.value)
+
+
+def test_one_text_alone_is_refused() -> None:
+    clean, _ = oracle.pair()
+    for direction in ("denoise", "noise"):
+        with pytest.raises(ValueError, match="patching needs two texts, clean and corrupt"):
+            ip.attribution_patching(
+                wrapped("gpt2"), clean, None, metric=METRIC, direction=direction
+            )
 
 
 def test_results_are_data_and_pages() -> None:

@@ -85,3 +85,13 @@ def test_the_first_difference_is_known(model: ip.TransformerModel) -> None:
     assert pair.corrupt is not None
     differ = (pair.clean != pair.corrupt).nonzero()[0, 1].item()
     assert pair.first == differ == 3
+
+
+def test_what_a_tokenizer_returns_is_taken_if_no_mask_is_lost(model: ip.TransformerModel) -> None:
+    tokens = model.to_tokens(CLEAN[0])
+    (batch,) = ip.batches(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    assert torch.equal(batch.clean, tokens)
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    with pytest.raises(TypeError, match="got a mapping of input_ids, attention_mask, of which"):
+        ip.batches(model, {"input_ids": tokens, "attention_mask": mask})

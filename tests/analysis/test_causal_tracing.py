@@ -13,6 +13,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.models.transformer import TransformerModel
+from tests.hf.texts import PAD, speaking
 from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 from tests.sweeps.oracle import Spot
@@ -214,7 +215,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
         ip.causal_tracing(model, [text, text], subject=1)
     with pytest.raises(ValueError, match="samples and window are at least 1; got 0 and 1"):
         ip.causal_tracing(model, text, subject=1, samples=0)
-    with pytest.raises(IndexError, match="no 'resid_post' in layer 7; it is in layers"):
+    with pytest.raises(IndexError, match=r"'resid_post' is in layers .*, and not in layer 7"):
         ip.causal_tracing(model, text, subject=1, layers=[7])
     with pytest.raises(ip.SiteNotFound, match="no site 'zz'"):
         ip.causal_tracing(model, text, subject=1, site="zz")
@@ -227,3 +228,25 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         ip.causal_tracing(model, tokens(), subject=SUBJECT, metric=lambda logits: 1 / 0)
     assert same_state(before, state_of(model.module))
+
+
+def test_an_answer_for_each_of_one_text_is_the_answer() -> None:
+    model, options = build("gpt2"), {"subject": SUBJECT, "samples": SAMPLES}
+    one = ip.causal_tracing(model, tokens(), metric=METRIC, **options)
+    listed = ip.metrics.logit_difference([ANSWER], [42])
+    assert torch.equal(
+        ip.causal_tracing(model, tokens(), metric=listed, **options).values, one.values
+    )
+    with pytest.raises(IndexError, match="layers is empty"):
+        ip.causal_tracing(model, tokens(), layers=[], **options)
+
+
+def test_padding_is_not_seen() -> None:
+    model, options = speaking("llama"), {"subject": [-2], "metric": METRIC, "samples": SAMPLES}
+    padded = torch.cat([torch.full((1, 3), PAD), tokens()], 1)
+    places = range(-LENGTH, 0)
+    one, other = (
+        ip.causal_tracing(model, given, positions=places, **options) for given in (padded, tokens())
+    )
+    assert other.values.abs().max() > 1e-2
+    torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)

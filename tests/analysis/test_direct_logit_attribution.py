@@ -153,9 +153,10 @@ def test_texts_have_their_own_answers_and_lengths(pocket: ip.TransformerModel) -
     found = ip.direct_logit_attribution(pocket, texts, answer=answers, by="head", batch_size=2)
     for number, text in enumerate(texts):
         alone = ip.direct_logit_attribution(pocket, text, answer=answers[number], by="head")
-        torch.testing.assert_close(found.per_example[number], alone.values, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found.each[..., number], alone.values, atol=1e-5, rtol=1e-4)
         assert found.totals[number] == pytest.approx(alone.total, abs=1e-4)
-    torch.testing.assert_close(found.values, found.per_example.mean(0))
+    torch.testing.assert_close(found.values, found.each.mean(-1))
+    assert found.errors is not None
 
 
 def test_another_position_has_the_logits_of_that_position(pocket: ip.TransformerModel) -> None:
@@ -203,8 +204,12 @@ def test_wrong_arguments_say_so_and_nothing_is_left_behind(pocket: ip.Transforme
         ValueError, match="by is 'component', 'layer', 'head', 'neuron'; got 'heads'"
     ):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="heads")
-    with pytest.raises(IndexError, match="layer 7: the model has layers 0 to 6"):
+    with pytest.raises(IndexError, match="and not in layer 7"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layers=[7])
+    with pytest.raises(IndexError, match="layers is empty"):
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layers=[])
+    with pytest.raises(TypeError, match=r"pos is one position, a number, .* got ' John'"):
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", pos=" John")
     before = state_of(pocket.module)
     for by in WAYS:
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by)

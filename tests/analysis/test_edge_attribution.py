@@ -206,6 +206,13 @@ def test_models_and_arguments_that_do_not_fit_are_refused() -> None:
         ip.edge_attribution(model, clean, corrupt, metric=METRIC, steps=0)
     with pytest.raises(ValueError, match="give corrupt, as long as clean"):
         ip.edge_attribution(model, clean, None, metric=METRIC)
+    with pytest.raises(ValueError, match="has no gradient: ranks jump"):
+        ip.edge_attribution(model, clean, corrupt, metric=ip.metrics.rank(5))
+    scores = ip.edge_attribution(model, clean, corrupt, metric=METRIC, steps=2)
+    assert scores.protocol["score"] == "(corrupt - clean) . mean gradient on the way"
+    with torch.no_grad():  # gradients are switched on where they are needed
+        again = ip.edge_attribution(model, clean, corrupt, metric=METRIC, steps=2)
+    assert torch.equal(again.values, scores.values)
 
 
 @pytest.mark.parametrize("norm", ["LN", None])
@@ -225,6 +232,29 @@ def test_models_built_in_the_transformer_lens_dialect_without_mlps_have_edges(no
         model, clean, corrupt, metric=METRIC, scores=scores, sizes=[len(scores.graph)]
     )
     assert float(curve.values) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_model_from_scratch_with_shared_keys_has_edges_to_them() -> None:
+    sizes = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_head": 8, "n_ctx": 16, "d_vocab": 100}
+    config = HookedTransformerConfig(
+        **sizes,
+        n_key_value_heads=2,
+        act_fn="silu",
+        gated_mlp=True,
+        normalization_type="RMS",
+        seed=0,
+    )
+    model, (clean, corrupt) = HookedTransformer(config).eval(), pair()
+    assert len(model.blocks[1].attn.W_K) == 4  # repeated
+    scores = ip.edge_attribution(model, clean, corrupt, metric=METRIC)
+    written, read = "blocks.0.hook_mlp_out", "blocks.1.hook_k_input"
+    _, other = model.run_with_cache(corrupt, names_filter=written)
+    _, run = model.run_with_cache(clean, names_filter=[written, read], incl_bwd=lead)
+    moved = (other[written] - run[written])[:, :, None]
+    expected = (moved * run.grad[read]).sum((0, 1, 3))
+    assert expected.abs().max() > 1e-5
+    found = [scores.at(writer="m0", reader=f"a1.kv{group}.k") for group in range(2)]
+    assert found == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-8)
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -213,3 +213,14 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
         ip.function_vector(pocket, show, show, answers=[" Paris", " Rome"])
     with pytest.raises(ip.NothingMatched):
         ip.function_vector(ip.wrap(tiny.build("mamba")), SHOW, heads=[(0, 0)])
+
+
+def test_layers_count_from_the_end_and_several_metrics_are_refused() -> None:
+    model, rows = ip.wrap(tiny.build("gpt2", layers=3)), tokens(3, 5, 1)
+    found = [ip.function_vector(model, rows, heads=[(layer, 1)]) for layer in (-1, 2)]
+    assert found[0].heads == [[2, 1]]
+    assert torch.equal(found[0].vector, found[1].vector)
+    with pytest.raises(IndexError, match="layers 0 to 2"):
+        ip.function_vector(model, rows, heads=[(-4, 1)])
+    with pytest.raises(TypeError, match=r"a metric is one of ip\.metrics"):
+        ip.function_vector(model, rows, rows, metric={"one": LOGIT, "other": LOGIT})

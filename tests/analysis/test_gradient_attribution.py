@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.dialects.transformer_lens import HookedTransformer, HookedTransformerConfig
 from tests.leftovers import hooks_on
 from tests.sweeps import oracle
 
@@ -20,6 +21,11 @@ METRIC = ip.metrics.logit_difference(5, 9)
 def lead(logits: Tensor) -> Tensor:
     """What METRIC measures, by hand."""
     return logits[:, -1, 5] - logits[:, -1, 9]
+
+
+def lead_sum(logits: Tensor) -> Tensor:
+    """Of all examples together."""
+    return lead(logits).sum()
 
 
 def by_hand(module: Any, tokens: Tensor, spot: oracle.Spot) -> tuple[Tensor, Tensor]:
@@ -132,6 +138,53 @@ def test_texts_of_several_lengths_keep_their_order() -> None:
         ip.saliency(model, texts, metric=ip.metrics.logit(" Tokyo"))
 
 
+def test_a_value_that_all_texts_share_is_not_shared_out_by_guessing() -> None:
+    model, tokens = wrapped("gpt2"), oracle.pair()[0]
+    with pytest.raises(ValueError, match=r"one value for all texts .* batch_size=1"):
+        ip.saliency(model, tokens, metric=METRIC, site="pos_embed")
+    found = ip.saliency(model, tokens, metric=METRIC, site="pos_embed", batch_size=1)
+    spot = oracle.Spot(model.module.transformer.wpe, leaves=True)
+    expected = [by_hand(model.module, row[None], spot)[1].norm(dim=-1)[0] for row in tokens]
+    torch.testing.assert_close(found.each, torch.stack(expected, -1))
+
+
+def test_the_loss_of_a_baseline_is_that_of_its_own_tokens() -> None:
+    model, (clean, corrupt) = wrapped("llama"), oracle.pair()
+    found = ip.gradient_times_activation(
+        model, clean, baseline=corrupt, metric=ip.metrics.loss(), site="mlp_out"
+    )
+    logits = oracle.logits(model.module, corrupt)[:, :-1].transpose(1, 2)
+    expected = torch.nn.functional.cross_entropy(logits, corrupt[:, 1:], reduction="none").mean(1)
+    assert found.baseline is not None
+    torch.testing.assert_close(found.baseline, expected)
+
+
+def test_models_from_scratch_have_embeddings_and_masked_scores() -> None:
+    config = HookedTransformerConfig(
+        n_layers=2, d_model=16, n_ctx=32, d_head=4, n_heads=4, d_vocab=80, act_fn="gelu", seed=0
+    )
+    model, (clean, corrupt) = HookedTransformer(config).eval(), oracle.pair()
+    found = ip.saliency(model, clean, metric=METRIC)
+    _, cache = model.run_with_cache(clean, names_filter="hook_embed", incl_bwd=lead_sum)
+    assert found.values.max() > 1e-3
+    torch.testing.assert_close(found.each, cache.grad["hook_embed"].norm(dim=-1).T)
+    path = ip.integrated_gradients(model, clean, metric=METRIC, baseline=corrupt, steps=16)
+    assert path.converged
+    patched = ip.attribution_patching(model, clean, corrupt, metric=METRIC, site="embed", verify=1)
+    (place,) = patched.verified
+    mixed = corrupt.clone()
+    mixed[:, place["pos"]] = clean[:, place["pos"]]
+    moved = (lead(model(mixed)) - lead(model(corrupt))).mean()
+    assert place["effect"] == pytest.approx(moved.item(), rel=1e-3)
+    scores = ip.gradient_times_activation(
+        model, clean, baseline=corrupt, metric=METRIC, site="attn_scores"
+    )
+    assert scores.values.isfinite().all()  # where -inf less -inf has no gradient
+    assert scores.values.abs().max() > 0
+    with pytest.raises(ValueError, match="'unembed' is a module, and what its axes are"):
+        ip.saliency(model, clean, metric=METRIC, site="unembed")
+
+
 def test_nothing_is_left_behind() -> None:
     model, tokens = wrapped("gpt2"), oracle.pair()[0]
     module = model.module
@@ -157,7 +210,17 @@ def test_nothing_is_left_behind() -> None:
             "over names some of site, layer, head, neuron, pos, each once; got",
         ),
         ({"site": ["z", "q"], "over": "layer"}, "several sites need over=('site', ...)."),
-        ({"site": "z", "layers": [7]}, "z: there in layers [0, 1, 2]; not in 7."),
+        ({"site": "z", "layers": [7]}, "z is in layers [0, 1, 2], and not in layer 7."),
+        (
+            {"site": "z", "layers": []},
+            "layers is empty: z is in layers [0, 1, 2]; None means all.",
+        ),
+        ({"layers": [0]}, "embed: in no layer, so that layers=... means nothing."),
+        (
+            {"site": "blocks.*.hook_*_out"},
+            "has both 'blocks.0.hook_attn_out' and 'blocks.0.hook_mlp_out' in one layer",
+        ),
+        ({"metric": ip.metrics.kl()}, "kl compares with another run, and there is none"),
         ({"metric": ip.metrics.rank(5)}, "has no gradient: ranks jump"),
         (
             {"site": ["k", "z"], "over": ("site", "layer", "head")},
@@ -170,6 +233,19 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> N
     with pytest.raises((ValueError, IndexError)) as raised:
         ip.saliency(model, tokens, **{"metric": METRIC, **options})
     assert said in str(raised.value)
+
+
+def test_inference_mode_is_refused_by_every_method_that_needs_gradients() -> None:
+    model, (clean, corrupt) = wrapped("gpt2"), oracle.pair()
+    methods = [
+        functools.partial(ip.saliency, model, clean),
+        functools.partial(ip.integrated_gradients, model, clean),
+        functools.partial(ip.attribution_patching, model, clean, corrupt),
+        functools.partial(ip.edge_attribution, model, clean, corrupt),
+    ]
+    for method in methods:
+        with torch.inference_mode(), pytest.raises(ip.Unsupported, match="call this outside of it"):
+            method(metric=METRIC)
 
 
 def test_results_are_data_and_pages() -> None:

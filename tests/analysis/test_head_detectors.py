@@ -267,7 +267,21 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
         ip.head_scores(pocket, length=200)
     with pytest.raises(ValueError, match="at least 1"):
         ip.head_scores(pocket, repeats=0)
-    with pytest.raises(IndexError, match="layers 0 to 6"):
+    with pytest.raises(IndexError, match=r"attention is in layers .*, and not in layer 7"):
         ip.head_scores(pocket, layers=7)
     some = ip.head_scores(pocket, layers=[5, -1], length=20)
     assert some.axes["layer"] == [5, 6]
+
+
+def test_random_texts_are_drawn_for_a_model_with_several_tokens_that_end_a_text() -> None:
+    module = tiny.build("llama")
+    module.config.eos_token_id = [20, 21]  # as in Llama 3 and Gemma 3
+    seen: list[Tensor] = []
+
+    def previous(tokens: Tensor) -> Tensor:
+        seen.append(tokens)
+        return torch.eye(len(tokens)).roll(-1, 1).tril()
+
+    ip.head_scores(ip.wrap(module), previous, length=30, batch=8)
+    assert len(seen) == 8
+    assert not {20, 21} & set(torch.stack(seen).flatten().tolist())

@@ -170,6 +170,47 @@ def test_baselines_may_be_values() -> None:
     assert not torch.allclose(zeros.each, named.each)
 
 
+def test_examples_keep_their_own_baselines_in_any_batches() -> None:
+    model = wrapped("gpt2")
+    tokens = oracle.pair(batch=4)[0]
+    values = torch.randn(4, oracle.LENGTH, model.cfg.d_model, generator=torch.manual_seed(3))
+    options: dict[str, Any] = {"metric": METRIC, "steps": 3}
+    found = ip.integrated_gradients(model, tokens, baseline=values, batch_size=2, **options)
+    embed = oracle.Spot(model.module.get_input_embeddings(), leaves=True)
+    expected, _ = riemann(model.module, tokens, embed, values, 3)
+    torch.testing.assert_close(found.each, expected.sum(-1).T, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="2 rows for 4 examples: give one for each"):
+        ip.integrated_gradients(model, tokens, baseline=values[:2], batch_size=2, **options)
+    with pytest.raises(ValueError, match=r"a baseline \(5,\) does not fit the value at 'embed'"):
+        ip.integrated_gradients(model, tokens, baseline=torch.zeros(5), **options)
+
+
+def test_a_value_that_all_rows_share_is_moved_one_row_at_a_time() -> None:
+    model, tokens = wrapped("gpt2"), oracle.pair()[0]
+    options: dict[str, Any] = {"metric": METRIC, "steps": 3, "site": "pos_embed"}
+    with pytest.raises(ValueError, match="give batch_size=1 and max_rows=1"):
+        ip.integrated_gradients(model, tokens, **options)
+    found = ip.integrated_gradients(model, tokens, batch_size=1, max_rows=1, **options)
+    spot = oracle.Spot(model.module.transformer.wpe, leaves=True)
+    rows = [riemann(model.module, row[None], spot, None, 3)[0].sum(-1)[0] for row in tokens]
+    torch.testing.assert_close(found.each, torch.stack(rows, -1), rtol=1e-3, atol=1e-5)
+
+
+def test_a_gradient_that_is_infinite_at_the_baseline_does_not_count() -> None:
+    model, tokens = ip.wrap(oracle.build("llama", layers=16)), oracle.pair()[0]
+    found = ip.integrated_gradients(model, tokens, metric=METRIC, steps=3, max_rows=4)
+    embed = oracle.Spot(model.module.get_input_embeddings(), leaves=True)
+    leaf = torch.zeros(*tokens.shape, model.cfg.d_model, requires_grad=True)
+    with embed.through(lambda _: leaf * 1):
+        lead(model.module(input_ids=tokens).logits).sum().backward()
+    assert leaf.grad is not None
+    assert not leaf.grad.isfinite().all()
+    for parameter in model.module.parameters():
+        parameter.grad = None
+    expected, _ = riemann(model.module, tokens, embed, None, 3)
+    torch.testing.assert_close(found.each, expected.sum(-1).T, rtol=1e-3, atol=1e-4)
+
+
 def test_nothing_is_left_behind() -> None:
     model, tokens = wrapped("llama"), oracle.pair()[0]
     module = model.module
@@ -190,11 +231,16 @@ def test_nothing_is_left_behind() -> None:
         ({"method": "simpson"}, "method is 'gauss' or 'midpoint'; got 'simpson'."),
         ({"over": "layer"}, "over names some of pos, neuron, each once, at embed; got ('layer',)."),
         ({"site": "z", "over": "head"}, "z has a path for each of 3 layers"),
-        ({"site": "z", "layers": [5]}, "z is there in layers [0, 1, 2]; not in 5."),
+        ({"site": "z", "layers": [5]}, "z is in layers [0, 1, 2], and not in layer 5."),
+        ({"site": "z", "layers": []}, "layers is empty"),
+        ({"site": ["z", "q"]}, "site is one kind of site, such as 'embed' or 'z'; got ['z', 'q']."),
+        ({"site": "blocks.*.hook_*_out"}, "ask for one at a time"),
+        ({"metric": ip.metrics.rank(5)}, "has no gradient: ranks jump"),
+        ({"metric": lambda logits: logits[:, -1].argmax(-1)}, "the metric has no gradient at"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, IndexError)) as raised:
+    with pytest.raises((ValueError, IndexError, TypeError)) as raised:
         ip.integrated_gradients(wrapped("gpt2"), oracle.pair()[0], **{"metric": METRIC, **options})
     assert said in str(raised.value)
 

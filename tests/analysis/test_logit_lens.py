@@ -155,6 +155,8 @@ def test_a_model_from_scratch_has_the_lens_too(norm: str | None) -> None:
     logits = model.unembed(model.ln_final(cache["resid_post", 0]))
     torch.testing.assert_close(lens.values[0], logits.softmax(-1).amax(-1)[0].detach())
     assert lens.kl[-1].max() < 1e-5
+    few = ip.logit_lens(model, tokens, logits_of=[7])
+    torch.testing.assert_close(few.values[0, 0], logits[0, :, 7].detach())
 
 
 def test_a_site_before_the_blocks_and_a_function_in_between(pocket: ip.TransformerModel) -> None:
@@ -175,8 +177,22 @@ def test_edits_in_scope_are_seen(pocket: ip.TransformerModel) -> None:
     assert edited.answer_logit[6, 0] < plain.answer_logit[6, 0] - 5
 
 
+def test_one_token_alone_may_be_asked_for(pocket: ip.TransformerModel) -> None:
+    one, listed = (ip.logit_lens(pocket, TEXT, logits_of=of) for of in (" Mary", [" Mary"]))
+    assert one.axes["answer"] == [" Mary"]
+    assert torch.equal(one.values, listed.values)
+
+
 def test_wrong_arguments_say_what_to_write(pocket: ip.TransformerModel) -> None:
-    with pytest.raises(IndexError, match="layer 7: the model has layers 0 to 6"):
+    with pytest.raises(ValueError, match="'embed' is in no layer"):
+        ip.logit_lens(pocket, TEXT, site="embed")
+    with pytest.raises(ValueError, match="logits_of has token 99999, and the model tokens 0 to"):
+        ip.logit_lens(pocket, TEXT, logits_of=[99999])
+    with pytest.raises(ValueError, match="logits_of is empty"):
+        ip.logit_lens(pocket, TEXT, logits_of=[])
+    with pytest.raises(ValueError, match="positions is empty"):
+        ip.logit_lens(pocket, TEXT, positions=[])
+    with pytest.raises(IndexError, match="and not in layer 7"):
         ip.logit_lens(pocket, TEXT, layers=[7])
     with pytest.raises(IndexError, match="position 14 of a text with 14 tokens"):
         ip.logit_lens(pocket, TEXT, positions=14)

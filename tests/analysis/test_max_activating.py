@@ -276,3 +276,15 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
     model.module.train()
     with pytest.raises(ip.Unsupported, match="training mode"):
         max_activating(model, [[11, 12]], layer=0, progress=False)
+
+
+def test_units_may_be_an_array_and_not_nothing() -> None:
+    model = ip.wrap(tiny.build("gpt2"))
+    one, other = (
+        max_activating(model, rows(), layer=0, units=units, k=2, progress=False)
+        for units in ([3, 1], torch.tensor([3, 1]).numpy())
+    )
+    assert one.axes == other.axes
+    assert torch.equal(one.values, other.values)
+    with pytest.raises(ValueError, match="units is empty"):
+        max_activating(model, rows(), layer=0, units=[], progress=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.analysis.patchscopes import Patchscope
+from interpose.dialects.transformer_lens import HookedTransformer, HookedTransformerConfig
 from tests.hf import tiny
 from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
@@ -188,3 +189,37 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
         ip.patchscope(pocket, CAPITAL, CURRENCY, source_pos=" Rome")
     with pytest.raises(IndexError, match="layers 0 to 6"):
         ip.patchscope(pocket, CAPITAL, CURRENCY, target_layers=[9])
+
+
+def test_the_protocol_names_a_function_without_its_address() -> None:
+    def seventeen(logits: Tensor) -> Tensor:
+        return logits[:, -1, 17]
+
+    model = ip.wrap(tiny.build("gpt2", layers=LAYERS))
+    found = ip.patchscope(model, SOURCE, TARGET, metric=seventeen)
+    assert found.protocol["metric"] == "seventeen"
+    same = ip.patchscope(model, SOURCE, TARGET, metric=ip.metrics.logit([17]))  # of the one target
+    assert torch.equal(found.values, same.values)
+
+
+def test_models_of_the_transformer_lens_dialect_go_on_with_the_patch() -> None:
+    module = tiny.build("llama", layers=LAYERS)
+    options: dict[str, Any] = {"target_pos": 3, "generate": 3}
+    plain = ip.patchscope(ip.wrap(module), SOURCE, TARGET, **options)
+    lens = ip.patchscope(HookedTransformer(module).eval(), SOURCE, TARGET, **options)
+    assert lens.generated == plain.generated
+    assert len({str(text) for text in lens.generated or ()}) > 1
+    sizes = {
+        "n_layers": 2,
+        "d_model": 16,
+        "n_ctx": 12,
+        "d_head": 8,
+        "d_vocab": 61,
+        "act_fn": "relu",
+    }
+    scratch = HookedTransformer(
+        HookedTransformerConfig.from_dict({**sizes, "device": "cpu"})
+    ).eval()
+    made = ip.patchscope(scratch, SOURCE, TARGET, **options).generated
+    assert made is not None
+    assert [len(text) for text in made] == [3, 3]

@@ -14,6 +14,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.models.transformer import TransformerModel
 from tests.hf import tiny
+from tests.hf.texts import PAD, speaking
 from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 from tests.sweeps.oracle import Spot
@@ -247,3 +248,19 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         ip.path_patching(model, *pair(), metric=lambda logits: 1 / 0)
     assert same_state(before, state_of(model.module))
+
+
+@pytest.mark.parametrize("senders", [[], (1, 2), [(1, 2, "q")]])
+def test_senders_that_are_no_heads_are_refused(senders: Any) -> None:
+    with pytest.raises(ValueError, match=r"senders are heads as \(layer, head\): \[\(5, 1\)"):
+        ip.path_patching(build("gpt2"), *pair(), metric=METRIC, senders=senders)
+
+
+def test_padding_is_not_seen() -> None:
+    model, (clean, corrupt) = speaking("llama"), pair()
+    start = torch.full((len(clean), 3), PAD)
+    options: dict[str, Any] = {"metric": METRIC, "receivers": [(1, 0, "k"), (1, 1, "q")]}
+    padded = [torch.cat([start, given], 1) for given in (clean, corrupt)]
+    one, other = (ip.path_patching(model, *some, **options) for some in (padded, (clean, corrupt)))
+    assert other.values.abs().max() > 1e-3
+    torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)

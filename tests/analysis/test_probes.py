@@ -308,3 +308,68 @@ def test_each_example_is_read_by_a_fit_that_did_not_see_it() -> None:
         weight, bias = fits[0][number % 3]
         expected = (x[:, number].double()[:, None] @ weight.mT)[:, 0, 0] + bias[:, 0]
         torch.testing.assert_close(found[:, number], expected)
+
+
+def test_a_position_that_a_text_lacks_is_an_error() -> None:
+    tokens, labels = planted(12)
+    model = ip.wrap(tiny.build("gpt2"))
+    last = [probe(model, tokens, labels, pos=[pos] * 12, folds=2).weights for pos in (-1, 5)]
+    assert torch.equal(*last)
+    for pos in (6, -7):
+        with pytest.raises(IndexError, match=f"position {pos} of text 3, with 6 tokens"):
+            probe(model, tokens, labels, pos=[0, 1, 2, pos, *range(6), 0, 1], folds=2)
+
+
+def test_equal_texts_are_held_out_together_and_positions_of_one_text_are_not() -> None:
+    tokens, labels = planted(20)
+    model = ip.wrap(tiny.build("gpt2"))
+    folds = probe(model, tokens.repeat(3, 1), labels * 3, pos=2, layers=[0]).folds
+    assert torch.equal(folds, folds[:20].repeat(3))
+    length = 30
+    text = torch.randint(10, 60, (1, length), generator=torch.Generator().manual_seed(0))
+    words = ["odd" if token % 2 else "even" for token in text[0].tolist()]
+    found = probe(model, text.expand(length, -1), words, pos=list(range(length)), layers=[0])
+    assert len(found.folds.unique()) == 5
+    assert found.at(measure="control", layer=0) < 0.9  # types are positions: there is no one label
+
+
+def test_labels_of_numpy_are_those_of_python() -> None:
+    tokens, _ = planted(20)
+    model = ip.wrap(tiny.build("gpt2"))
+    numbers = torch.linspace(-1, 1, 20)
+    for given in (numbers, numbers.numpy(), (numbers > 0).numpy(), (numbers > 0).long().numpy()):
+        one, other = (probe(model, tokens, some, layers=[-1]) for some in (given, given.tolist()))
+        assert torch.equal(one.values, other.values)
+        assert one.classes == other.classes
+        assert json.dumps(one.classes) == json.dumps(other.classes)
+        assert one.axes["layer"] == [len(model.blocks) - 1]
+
+
+def test_labels_that_say_nothing_are_refused() -> None:
+    tokens, _ = planted(12)
+    model = ip.wrap(tiny.build("gpt2"))
+    with pytest.raises(ValueError, match=r"all labels are 1.0: there is nothing to tell apart"):
+        probe(model, tokens, [1.0] * 12)
+    with pytest.raises(ValueError, match="labels that are numbers are finite"):
+        probe(model, tokens, [float("nan"), *range(11)])
+
+
+def test_by_default_probes_read_in_all_layers_that_have_the_site() -> None:
+    tokens, labels = planted(12)
+    found = probe(ip.wrap(tiny.build("jamba", layers=4)), tokens, labels, site="z", head=0, folds=2)
+    assert found.axes["layer"] == [0, 2]
+
+
+def test_groups_may_be_a_tensor_or_an_array() -> None:
+    tokens, labels = planted(24)
+    groups = torch.arange(24) // 4
+    model = ip.wrap(tiny.build("gpt2"))
+    found = [
+        probe(model, tokens, labels, groups=some, layers=[0], folds=3)
+        for some in (groups.tolist(), groups, groups.numpy())
+    ]
+    assert found[0].protocol["groups"] == 6
+    for one in found:
+        assert torch.equal(one.folds, found[0].folds)
+        assert one.protocol == found[0].protocol
+        assert torch.equal(one.values, found[0].values)

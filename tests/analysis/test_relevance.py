@@ -148,6 +148,11 @@ def test_what_no_rule_reaches_is_named() -> None:
     assert found.left[0].startswith("blocks.0.mlp.hook_post: this layer is a mixture of experts")
     assert ip.relp(wrapped("mamba")).left[0] == "blocks.0.hook_mixer_out: no rule for a mixer"
     assert ip.relp(wrapped("llama")).left == []
+    assert ip.relp(wrapped("qwen3")).left == [
+        "blocks.*.self_attn.q_norm: a norm without a site",
+        "blocks.*.self_attn.k_norm: a norm without a site",
+    ]
+    assert ip.relp(wrapped("qwen3"), rules="gate").left == []
     assert ip.relp(wrapped("gpt2")).rules == {"norm": 7, "activation": 3}
 
 

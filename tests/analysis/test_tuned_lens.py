@@ -126,6 +126,8 @@ def test_it_is_saved_whole_and_loaded_for_models_of_its_shape_alone(
 def test_wrong_arguments_say_so(pocket: ip.TransformerModel, lens: ip.TunedLens) -> None:
     with pytest.raises(ValueError, match="at least 1; got 0"):
         ip.TunedLens.fit(pocket, "The cat", steps=0)
+    with torch.inference_mode(), pytest.raises(ip.Unsupported, match="call this outside of it"):
+        ip.TunedLens.fit(pocket, "The cat", steps=1)
     with pytest.raises(ValueError, match="trained for resid_post"):
         lens(pocket, "The cat", site="resid_pre")
 

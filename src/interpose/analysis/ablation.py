@@ -90,7 +90,14 @@ def ablation(
         max_rows=max_rows,
         progress=progress,
     )
-    return _scores(found, how)
+    chosen = {"heads": heads, "neurons": neurons, "positions": positions, "layers": layers}
+    axes = {"heads": "head", "neurons": "neuron", "positions": "pos", "layers": "layer"}
+    fixed = {
+        name: some
+        for name, some in chosen.items()
+        if some is not None and axes[name] not in found.axes
+    }
+    return _scores(found, {**how, **fixed})
 
 
 def _rows(model: Any, texts: Any) -> list[list[int]]:
@@ -123,12 +130,12 @@ def _replacement(
         return {"edit": ip.zero}, {"by": by}
     if by == "mean":
         apart = _keeps_positions(rows, others, per_position)
-        names = list(model.sites.select([site] if isinstance(site, str) else list(site)))
+        names = list(model.sites.select(site))
         batches = ip.batches(model, others, batch_size=batch_size)
         said = f"{len(others)} texts" + ("" if apart else " and their positions")
         how = {"by": by, "mean over": said, "reference forwards": len(batches)}
         return {"edit": _put_in(_means(model, batches, names, apart))}, how
-    draw = _drawn(rows, others, seed, itself=reference is not None)
+    draw = _drawn(rows, others, seed)
     # Patching in this direction is just that: another run's values go into the run as it is.
     corrupt = [others[number] for number in draw]
     return {"corrupt": corrupt, "direction": "noise"}, {"by": by, "seed": seed, "draw": draw}
@@ -181,14 +188,12 @@ def _put_in(means: dict[str, Tensor]) -> Callable[..., Any]:
 # Another text's value.
 
 
-def _drawn(rows: Any, others: Any, seed: int, *, itself: bool) -> list[int]:
-    """For each text the number of another one with as many tokens."""
+def _drawn(rows: Any, others: Any, seed: int) -> list[int]:
+    """For each text the number of another one with as many tokens; never one that is the same."""
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for number, row in enumerate(rows):
-        fitting = [
-            n for n, o in enumerate(others) if len(o) == len(row) and (itself or n != number)
-        ]
+        fitting = [n for n, o in enumerate(others) if len(o) == len(row) and o != row]
         if not fitting:
             raise ValueError(
                 f"text {number} has {len(row)} tokens, and no other text has as many: a value is taken from the same "

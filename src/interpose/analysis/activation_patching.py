@@ -112,24 +112,47 @@ def activation_patching(
         "max_rows": max_rows,
         "progress": progress,
     }
-    found = [ip.sweep(model, clean, corrupt, site=site, **options) for site in sites]
-    return found[0] if len(sites) == 1 else _together(sites, found)
+    if len(sites) == 1:
+        return ip.sweep(model, clean, corrupt, site=sites[0], **options)
+    found = {}
+    for site in sites:
+        options["heads"] = _heads(model, site, heads)
+        if options["heads"] != [] or heads == []:
+            found[site] = ip.sweep(model, clean, corrupt, site=site, **options)
+    return _together(sites, found)
 
 
-def _together(sites: Sequence[str], found: Sequence[ip.SweepResult]) -> ip.SweepResult:
+def _heads(model: Any, site: str, heads: Any) -> list[int] | None:
+    """Those of the chosen heads that a site has: with grouped queries, keys and values have fewer."""
+    if heads is None:
+        return None
+    count, shared = model.cfg.n_heads, model.cfg.n_key_value_heads
+    chosen = range(count)[heads] if isinstance(heads, slice) else heads
+    chosen = [chosen] if isinstance(chosen, int) else chosen
+    numbers = [head + count if head < 0 else head for head in chosen]
+    if not shared or site not in ("k", "v") or not all(0 <= head < count for head in numbers):
+        return numbers  # the sweep says which are not there
+    return [head for head in numbers if head < shared]
+
+
+def _together(sites: Sequence[str], found: dict[str, ip.SweepResult]) -> ip.SweepResult:
     """Sweeps of several sites as one, with an axis of sites; NaN where a site has no such head or layer."""
+    swept = list(found.values())
     axes = {
-        name: list(dict.fromkeys(entry for one in found for entry in one.axes[name]))
-        for name in found[0].axes
+        name: list(dict.fromkeys(entry for one in swept for entry in one.axes[name]))
+        for name in swept[0].axes
     }
-    each = torch.stack([_spread(one, axes) for one in found], 1)  # [metric, site, *axes, example]
+    wide = {site: _spread(one, axes) for site, one in found.items()}
+    nowhere = torch.full_like(next(iter(wide.values())), torch.nan)
+    # [metric, site, *axes, example]
+    each = torch.stack([wide.get(site, nowhere) for site in sites], 1)
     tally = dataclasses.replace(
-        found[0].tally,
-        forwards=sum(one.tally.forwards for one in found),
-        token_layers=sum(one.tally.token_layers for one in found),
-        one_per_cell=sum(one.tally.one_per_cell for one in found),
+        swept[0].tally,
+        forwards=sum(one.tally.forwards for one in swept),
+        token_layers=sum(one.tally.token_layers for one in swept),
+        one_per_cell=sum(one.tally.one_per_cell for one in swept),
     )
-    loudest = max(found, key=lambda one: one.noise_floor)
+    loudest = max(swept, key=lambda one: one.noise_floor)
     return dataclasses.replace(
         loudest,
         axes={"site": list(sites), **axes},

@@ -187,7 +187,8 @@ def alignment_search(
         lr=lr,
         seed=seed,
     )
-    layers, positions = _listed(layer), _listed(pos)
+    layers = [one + len(model.blocks) if one < 0 else one for one in _listed(layer)]
+    positions = _listed(pos)
     found = [[_searched(search, one, place) for place in positions] for one in layers]
     return _result(search, found, {"layer": layers, "pos": positions}, sorted(numbers))
 
@@ -268,11 +269,16 @@ def _pairs(search: _Search, batch: ip.Batch, where: dict[str, Any]) -> _Pairs:
     """Both runs, once: the source's as far as the site, the base's as far as its block."""
     model, layer, tokens = search.model, where["layer"], batch.clean
     there = ip.at(search.site, **where)
+    if where["head"] is None and any("head" in s.axes for s in model.sites.select(there).values()):
+        raise ValueError(
+            f"{search.site!r} has heads, each with directions of its own. Say which: head=0."
+        )
     with torch.no_grad():
         _, source = model.run_with_cache(batch.corrupt, names_filter=there, return_type=None)
         try:
             stream = model(tokens, stop_at_layer=layer)
-            rest: dict[str, Any] = {"start_at_layer": layer, "input_ids": tokens}
+            # with the mask of tokens, where they are padded
+            rest: dict[str, Any] = {"start_at_layer": layer, **model.prepare(tokens)}
             model(stream, **rest)
         except ip.Unsupported:  # then each run is a whole one
             stream, rest = tokens, {}
@@ -355,10 +361,10 @@ def _held_out(asked: float | Sequence[int], total: int, drawn: torch.Generator) 
         numbers = set(order[: max(1, round(asked * total))])
     else:
         numbers = set(asked)
-    if not numbers < set(range(total)):
+    if not numbers or not numbers < set(range(total)):
         raise ValueError(
-            f"held_out={asked!r} of {total} pairs leaves none to train on, or names one that is not there."
-            " Give a share between 0 and 1, or numbers of some of the pairs."
+            f"held_out={asked!r} of {total} pairs leaves none to train on or to judge by, or names one that is not "
+            "there. Give a share between 0 and 1, or numbers of some of the pairs."
         )
     return numbers
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 
 _EVIDENCE = (
     "Evidence that the metric needs what these queries read from these keys in these layers; not that all of it goes "
@@ -33,7 +34,7 @@ def attention_knockout(
     key: Places | None = None,
     window: int = 1,
     over: str | Sequence[str] = ("layer",),
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     heads: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int = 64,
@@ -62,7 +63,7 @@ def attention_knockout(
         layers: which are in the middle of windows; by default all that have attention.
         heads: which no longer see; by default all.
         batch_size: how many texts run together, at most.
-        max_rows: how many rows (texts times cuts) run together, at most.
+        max_rows: how many rows (texts times cuts) run together, at most; the texts of a cut always do.
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
     if axes not in (("layer",), ("layer", "key")):
@@ -75,7 +76,7 @@ def attention_knockout(
         )
     batches = ip.batches(model, text, batch_size=batch_size)
     there = [model.hook_dict[name].layer() for name in model.sites.select(["attn_scores"])]
-    layers = there if layers is None else _chosen(layers, there, len(model.blocks))
+    layers = chosen_layers(layers, there, len(model.blocks), "attention")
     windows = [
         [n for n in range(layer - window // 2, layer + (window + 1) // 2) if n in there]
         for layer in layers
@@ -113,8 +114,9 @@ class _Cuts:
         self.model, self.batch = model, batch
         self.chosen = torch.ones(model.cfg.n_heads, dtype=torch.bool, device="cpu")
         if heads is not None:
-            if wrong := [head for head in heads if not 0 <= head < len(self.chosen)]:
-                raise IndexError(f"no head {wrong[0]}: heads are 0 to {len(self.chosen) - 1}.")
+            count = len(self.chosen)
+            if not heads or any(not -count <= head < count for head in heads):
+                raise IndexError(f"heads={list(heads)}; the model has heads 0 to {count - 1}.")
             self.chosen = torch.zeros_like(self.chosen)
             self.chosen[list(heads)] = True
         self.last = batch.last_logits(metric)
@@ -130,6 +132,8 @@ class _Cuts:
         length = self.batch.clean.shape[1]
         mask = torch.zeros(len(self.batch), length, length, dtype=torch.bool, device="cpu")
         for row, queries, keys in zip(mask, self.batch.positions(query), self.batch.positions(key)):
+            if not (queries and keys):
+                raise ValueError(f"no place looks, or none is seen: query={query!r}, key={key!r}.")
             for place in queries:
                 row[place, keys] = True
         return mask.tril()  # later keys are never seen
@@ -154,9 +158,10 @@ class _Cuts:
         def blind(scores: Tensor, hook: Any) -> Tensor:  # [row, head, query, key]
             gone = (cut[:, None] & self.chosen[:, None, None]).to(scores.device)
             lowered = scores.masked_fill(gone, float("-inf"))
-            sees = lowered.amax(-1) > torch.finfo(scores.dtype).min / 2
-            if not bool(sees.all()):
-                place = int((~sees).nonzero()[0][-1])
+            least = torch.finfo(scores.dtype).min / 2
+            blinded = (scores.amax(-1) > least) & (lowered.amax(-1) <= least)
+            if bool(blinded.any()):
+                place = int(blinded.nonzero()[0][-1])
                 raise ip.EditError(
                     f"position {place} has no key left to look at in {hook.name!r}. Leave it one: a query sees itself, "
                     "unless key=... has it too."
@@ -174,22 +179,15 @@ class _Cuts:
             logits = self.model.run_with_hooks(
                 stream.repeat(times, 1, 1),
                 start_at_layer=layers[0],
-                input_ids=tokens,
                 fwd_hooks=hooks,
                 return_type="logits",
+                **self.model.prepare(tokens),  # with their mask, where they are padded
                 **self.last,
             )
         except ip.Unsupported:  # blocks that read more than the stream: from the beginning
             logits = self.model.run_with_hooks(tokens, fwd_hooks=hooks, **self.last)
         found = torch.stack([self.measure(part) for part in logits.split(len(self.batch))])
         return found[1:] - found[0]
-
-
-def _chosen(layers: Sequence[int], there: Sequence[int], count: int) -> list[int]:
-    found = [layer + count if layer < 0 else layer for layer in layers]
-    if missing := [layer for layer in found if layer not in there]:
-        raise IndexError(f"layer {missing[0]} has no attention; there is in layers {list(there)}.")
-    return found
 
 
 def _keys(batches: Sequence[Any], key: Places | None) -> list[int]:

@@ -1,8 +1,9 @@
 """Where every head looks: attention probabilities of one text, softmax(q k / scale + mask), drawn head by head.
 
 A row of a pattern is a query, and its numbers say how the head shares its attention out over the keys; they add up
-to 1. In a causal model no query sees a later key, so everything above the diagonal is exactly 0. Models with a fused
-attention kernel never make these numbers: the layers that are asked for compute them, and no other.
+to 1, or to less in models with sinks, which take a share and are no keys (gpt-oss). In a causal model no query sees a
+later key, so everything above the diagonal is exactly 0. Models with a fused attention kernel never make these numbers:
+the layers that are asked for compute them, and no other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 from interpose.render import colours, png
 from interpose.render.html import image
 from interpose.render.text import table
@@ -152,7 +154,7 @@ def attention_patterns(
     model: Any,
     text: Any,
     *,
-    layers: int | Sequence[int] | None = None,
+    layers: Layers = None,
     heads: int | Sequence[int] | None = None,
 ) -> AttentionPatterns:
     """The attention probabilities of every head on one text, [layer, head, query, key].
@@ -175,7 +177,9 @@ def attention_patterns(
         raise ValueError(
             f"attention_patterns draws one text; got {1 + len(more)}. Call it once for each."
         )
-    chosen = model.sites.select("pattern" if layers is None else ip.at("pattern", layer=layers))
+    every = {model.sites[name].layer: name for name in model.sites.select("pattern")}
+    wanted = chosen_layers(layers, list(every), len(model.blocks), "attention")
+    chosen = {every[layer]: model.sites[every[layer]] for layer in wanted}
     with torch.no_grad():
         _, cache = model.run_with_cache(
             batch.clean, names_filter=list(chosen), remove_batch_dim=True, return_type=None

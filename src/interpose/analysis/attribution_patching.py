@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.gradient_attribution import Places, sites_by_layer
+from interpose.analysis.layers import Layers
 from interpose.analysis.result import number
 from interpose.render.html import html_table
 from interpose.render.text import table
@@ -61,7 +63,10 @@ class AttributionPatching(ip.Scores):
         said = ip.Scores.lines(self)
         if self.verified:
             right = sum(place["agrees"] for place in self.verified)
-            how = "" if self.correlation is None else f", correlation {self.correlation:.3f}"
+            few = (
+                self.correlation is None or len(self.verified) < 10
+            )  # of the strongest it says little
+            how = "" if few else f", correlation {self.correlation:.3f}"
             said.append(f"really patched: {len(self.verified)} places, {right} agree{how}")
         return said
 
@@ -92,7 +97,7 @@ def attribution_patching(
     over: str | Sequence[str] | None = None,
     rule: str | Sequence[str] = "relp",
     direction: str = "denoise",
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     verify: int = 0,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
@@ -125,9 +130,10 @@ def attribution_patching(
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    _check(metric, direction, verify)
+    _check(clean, corrupt, metric, direction, verify)
     here, there = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
     kinds = [site] if isinstance(site, str) else list(site)
+    sites = sites_by_layer(model, kinds, layers)
     hooks = _hooks(model, rule, kinds)
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
     found = ip.gradient_times_activation(
@@ -136,7 +142,7 @@ def attribution_patching(
         baseline=there,
         metric=metric,
         site=kinds,
-        over=_usual(model, kinds) if over is None else over,
+        over=_usual(sites) if over is None else over,
         hooks=hooks,
         layers=layers,
         **options,
@@ -144,7 +150,7 @@ def attribution_patching(
     assert found.baseline is not None
     each = 0.0 - found.each  # the other run's values less this one's
     pairs = ip.batches(model, here, there, **options)
-    verified = _verified(model, pairs, metric, kinds, layers, found, verify)
+    verified = _verified(model, pairs, metric, sites, found, verify)
     here_measured, there_measured = float(found.measured.mean()), float(found.baseline.mean())
     return AttributionPatching.averaged(
         each,
@@ -163,7 +169,12 @@ def attribution_patching(
     )
 
 
-def _check(metric: Any, direction: str, verify: int) -> None:
+def _check(clean: Any, corrupt: Any, metric: Any, direction: str, verify: int) -> None:
+    if clean is None or corrupt is None:
+        raise ValueError(
+            "patching needs two texts, clean and corrupt. For what one alone owes to its values, see "
+            "ip.gradient_times_activation."
+        )
     if direction not in ("denoise", "noise"):
         raise ValueError(f"direction is 'denoise' or 'noise'; got {direction!r}.")
     if direction == "noise" and isinstance(metric, ip.metrics.kl):
@@ -206,12 +217,12 @@ def _hooks(model: Any, rule: str | Sequence[str], kinds: Sequence[str]) -> list[
     return ip.relp(model) if rule == "relp" else ip.relp(model, rules=rule)
 
 
-def _usual(model: Any, kinds: Sequence[str]) -> tuple[str, ...]:
+def _usual(sites: dict[str, Places]) -> tuple[str, ...]:
     """The axes that all of these sites have, but for single features."""
-    sites = [model.sites[name] for kind in kinds for name in model.sites.select(kind)]
-    words = ["site"] if len(kinds) > 1 else []
-    words += ["layer"] if all(site.layer is not None for site in sites) else []
-    words += [word for word in ("head", "pos") if all(word in site.axes for site in sites)]
+    rows = [entry for row in sites.values() for entry in row.items()]
+    words = ["site"] if len(sites) > 1 else []
+    words += ["layer"] if all(layer is not None for layer, _ in rows) else []
+    words += [word for word in ("head", "pos") if all(word in axes for _, (_, axes) in rows)]
     return tuple(words)
 
 
@@ -220,30 +231,32 @@ def _verified(
     model: Any,
     pairs: Sequence[Any],
     metric: Any,
-    kinds: Sequence[str],
-    layers: Sequence[int] | None,
+    sites: dict[str, Places],
     found: Any,
     count: int,
 ) -> list[dict[str, Any]]:
     """The strongest places, each with its estimate and what patching it really does."""
     places = [place for place in found.top(count) if place["value"]]
+    first, *_ = sites
+    layers = list(sites[first])
+    names = {kind: row[None][0] if None in row else kind for kind, row in sites.items()}
     effects = torch.zeros(len(places), len(found.measured), device="cpu")
     for pair in pairs if places else ():
         numbers = list(pair.numbers)
-        logits, values = model.run_with_cache(pair.corrupt, names_filter=list(kinds))
+        logits, values = model.run_with_cache(pair.corrupt, names_filter=list(names.values()))
         measure = pair.measure(metric, logits)
         for at, place in enumerate(places):
             words = {
                 word: place[word] for word in ("layer", "head", "neuron", "pos") if word in place
             }
-            if layers is not None:
-                words.setdefault("layer", list(layers))
-            patch = ip.patch(place.get("site", kinds[0]), values, **words)
+            if layers != [None]:
+                words.setdefault("layer", layers)  # added up, if they are no axis
+            patch = ip.patch(names[place.get("site", first)], values, **words)
             patched = measure(model.run_with_hooks(pair.clean, hooks=[patch]))
             effects[at, numbers] = patched.float().cpu() - found.measured[numbers]
     made = []
     for place, effect in zip(places, effects.mean(-1).tolist()):
-        entries = {name: entry for name, entry in place.items() if name not in ("value", "token")}
+        entries = {name: entry for name, entry in place.items() if name in found.axes}
         estimate = 0.0 - place["value"]
         agrees = abs(estimate - effect) <= max(abs(estimate), abs(effect)) / 2
         made.append({**entries, "estimate": estimate, "effect": effect, "agrees": agrees})

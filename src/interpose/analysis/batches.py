@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,21 +145,42 @@ def batches(
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    if model.training:
+    if getattr(model, "training", False):
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
         )
     made = prompts.batches(
-        model, clean, corrupt, size=batch_size, prepend_bos=prepend_bos, align=None
+        model,
+        _tokens_of(clean),
+        _tokens_of(corrupt),
+        size=batch_size,
+        prepend_bos=prepend_bos,
+        align=None,
     )
+    total = sum(len(part.numbers) for part in made)
     return [
         Batch(
             model=model,
             clean=part.clean["input_ids"],
             corrupt=None if part.corrupt is None else part.corrupt["input_ids"],
             numbers=part.numbers,
-            total=sum(len(other.numbers) for other in made),
+            total=total,
             first=part.first,
         )
         for part in made
     ]
+
+
+def _tokens_of(given: Any) -> Any:
+    """The tokens of what a tokenizer returns, where they are all there is to it; anything else as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    mask = given.get("attention_mask")
+    if set(given) - {"input_ids", "attention_mask"} or (
+        mask is not None and not bool(torch.as_tensor(mask).all())
+    ):
+        raise TypeError(
+            f"texts are strings, or tokens [batch, pos]; got a mapping of {', '.join(given)}, of which masks and the "
+            "like would be lost. Give texts of several lengths as lists of tokens, none padded."
+        )
+    return given["input_ids"]

@@ -9,6 +9,7 @@ With a window, the clean values of that many layers around the layer are put bac
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 
 _EVIDENCE = (
     "Evidence that what the metric needs of the subject passes through a place, for noise of this size; not that it is "
@@ -36,7 +38,7 @@ def causal_tracing(
     samples: int = 10,
     noise: float = 3.0,
     seed: int = 0,
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     positions: Sequence[int] | None = None,
     max_rows: int = 128,
 ) -> ip.Scores:
@@ -67,7 +69,7 @@ def causal_tracing(
         seed: of the noises.
         layers: which layers are in the middle of windows; by default all.
         positions: which; by default all.
-        max_rows: how many rows run together, at most.
+        max_rows: how many rows (positions times noises) run together, at most; the noises of a position always do.
     """
     if samples < 1 or window < 1:
         raise ValueError(f"samples and window are at least 1; got {samples} and {window}.")
@@ -76,13 +78,15 @@ def causal_tracing(
     if not blurred:
         raise ValueError(f"the subject has no positions: {subject!r}.")
     there = _layers(model, site)
-    layers = there if layers is None else _chosen(layers, there, len(model.blocks), site)
+    layers = chosen_layers(layers, there, len(model.blocks), repr(site))
     (positions,) = one.positions(range(one.clean.shape[1]) if positions is None else positions)
     guessed = answer is None and metric is None
     if guessed:
         answer = int(model(one.clean)[0, -1].argmax())
     metric, said = _metric(model, one, answer, metric)
-    (batch,) = ip.batches(model, one.clean.expand(samples, -1), batch_size=samples)
+    batch = dataclasses.replace(  # the same text again and again: one answer is for all of them
+        one, clean=one.clean.expand(samples, -1), numbers=one.numbers * samples
+    )
     trace = _Trace(model, batch, metric, site, blurred, noise, seed)
     trace.forwards += guessed
     changed = [place for place, pos in enumerate(positions) if pos >= min(blurred)]
@@ -148,7 +152,7 @@ class _Trace:
             value[rows, places] = self.kept[self.site, hook.layer()][0, places].to(value)
 
         hooks = [((self.site, layer), restore) for layer in layers]
-        given = {"input_ids": self.tokens.repeat(times, 1), **self.last}
+        tokens = self.tokens.repeat(times, 1)
         self.forwards += 1
         stream = self.streams["resid_pre", layers[0]]
         try:
@@ -159,11 +163,11 @@ class _Trace:
                 start_at_layer=layers[0],
                 fwd_hooks=hooks,
                 return_type="logits",
-                **given,
+                **self.model.prepare(tokens),  # with their mask, where they are padded
+                **self.last,
             )
         except ip.Unsupported:  # blocks that read more than the stream: from the beginning
-            tokens = given.pop("input_ids")
-            logits = self.model.run_with_hooks(tokens, fwd_hooks=[self.blur, *hooks], **given)
+            logits = self.model.run_with_hooks(tokens, fwd_hooks=[self.blur, *hooks], **self.last)
         return torch.stack([self.measure(part) for part in logits.split(samples)])
 
     def protocol(self) -> dict[str, Any]:
@@ -194,13 +198,6 @@ def _layers(model: Any, site: str) -> list[int]:
                 "of site, such as 'mlp_out' or 'attn_out'."
             )
     return [point.layer() for point in points]
-
-
-def _chosen(layers: Sequence[int], there: Sequence[int], count: int, site: str) -> list[int]:
-    found = [layer + count if layer < 0 else layer for layer in layers]
-    if missing := [layer for layer in found if layer not in there]:
-        raise IndexError(f"no {site!r} in layer {missing[0]}; it is in layers {list(there)}.")
-    return found
 
 
 def _metric(

@@ -105,6 +105,7 @@ def compare_prompts(
     by: str = "component",
     pos: int | None = -1,
     batch_size: int = 16,
+    prepend_bos: bool | None = None,
 ) -> PromptComparison:
     """Which components tell two prompts apart: relative differences, cosines, and differences of logit attribution.
 
@@ -125,12 +126,11 @@ def compare_prompts(
         pos: the position where they are compared, negative ones from the end; None for each position, along an axis
             of its own, with the attribution at the last.
         batch_size: how many pairs run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
-    if by not in ("component", "head"):
-        raise ValueError(f"by is 'component' or 'head'; got {by!r}.")
-    if answer is None and instead is not None:
-        raise ValueError("instead is subtracted from an answer: give answer=... too.")
-    found = ip.batches(model, a, b, batch_size=batch_size)
+    _check(a, b, answer, instead, by, pos)
+    options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
+    found = ip.batches(model, a, b, **options)
     lengths = sorted({batch.clean.shape[1] for batch in found})
     if pos is None and len(lengths) > 1:
         raise ValueError(
@@ -157,7 +157,7 @@ def compare_prompts(
         values, cosine = values[..., 0], cosine[..., 0]
     parts: dict[str, Any] = {}
     if answer is not None:
-        at = {"by": by, "pos": -1 if pos is None else pos, "batch_size": batch_size}
+        at = {"by": by, "pos": -1 if pos is None else pos, **options}
         parts = _attributions(model, a, b, answer, instead, axes, at)
     return PromptComparison(
         title=f"Two prompts compared by {by}",
@@ -176,6 +176,17 @@ def compare_prompts(
         cosine=cosine,
         **parts,
     )
+
+
+def _check(a: Any, b: Any, answer: Any, instead: Any, by: str, pos: int | None) -> None:
+    if by not in ("component", "head"):
+        raise ValueError(f"by is 'component' or 'head'; got {by!r}.")
+    if answer is None and instead is not None:
+        raise ValueError("instead is subtracted from an answer: give answer=... too.")
+    if a is None or b is None:
+        raise ValueError("two prompts are compared: give a and b, each as long as its partner.")
+    if pos is not None and not isinstance(pos, int):
+        raise TypeError(f"pos is one position, a number, or None for each; got {pos!r}.")
 
 
 def _added(model: Any, tokens: Any, by: str, where: list[int] | None) -> dict[Any, Tensor]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 from interpose.render.labelled import Labelled
 
 _WAYS = ("component", "layer", "head", "neuron")
@@ -41,13 +42,13 @@ class DirectLogitAttribution(ip.Scores):
     Attributes:
         rest: the parts that are not on the axes, by name; the last is the remainder, which is rounding.
         total: the logit, or the difference, as the model has it; the mean over texts.
-        per_example: the parts of each text, [example, *axes].
+        each: the parts of every text, [*axes, example]; ``values`` is their mean.
         totals: the logit of each text, [example].
     """
 
     rest: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
-    per_example: Tensor | None = None
+    each: Tensor | None = None
     totals: Tensor | None = None
 
     def lines(self) -> list[str]:
@@ -80,8 +81,9 @@ def direct_logit_attribution(
     instead: Any = None,
     by: str = "component",
     pos: int = -1,
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     batch_size: int = 16,
+    prepend_bos: bool | None = None,
 ) -> DirectLogitAttribution:
     """The parts of an answer's logit, or of its lead over another: by component, layer, head or neuron.
 
@@ -101,31 +103,31 @@ def direct_logit_attribution(
         pos: the position whose logits are meant, negative ones from the end.
         layers: which layers are shown; what the others write is one part, ``other layers``.
         batch_size: how many texts run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
     if by not in _WAYS:
         raise ValueError(f"by is {', '.join(map(repr, _WAYS))}; got {by!r}.")
+    if not isinstance(pos, int):
+        raise TypeError(f"pos is one position, a number, negative from the end; got {pos!r}.")
     count = len(model.blocks)
-    wrong = [layer for layer in layers or () if not -count <= layer < count]
-    if wrong:
-        raise IndexError(f"layer {wrong[0]}: the model has layers 0 to {count - 1}.")
-    shown = sorted({layer % count for layer in (range(count) if layers is None else layers)})
-    found = ip.batches(model, text, batch_size=batch_size)
+    shown = sorted(chosen_layers(layers, range(count), count, "the model's stream"))
+    found = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
     runs = [_taken_apart(model, batch, answer, instead, by, pos, shown) for batch in found]
     order = torch.tensor([number for batch in found for number in batch.numbers]).argsort()
-    per_example = torch.cat([run.values for run in runs])[order]
+    each = torch.cat([run.values for run in runs])[order].movedim(0, -1)  # [*axes, example]
     totals = torch.cat([run.total for run in runs])[order]
     names = runs[0].rest
     of = repr(answer) if instead is None else f"{answer!r} over {instead!r}"
-    return DirectLogitAttribution(
+    return DirectLogitAttribution.averaged(
+        each,
         title=f"Direct logit attribution by {by}: {of if len(of) < 60 else 'an answer for each text'}",
-        values=per_example.mean(0),
         axes=runs[0].axes,
         unit="logits before the soft cap" if runs[0].capped else "logits",
         protocol={"by": by, "pos": pos, "texts": len(totals), "forwards": len(found)},
         evidence=_EVIDENCE,
         rest={name: float(torch.cat([run.rest[name] for run in runs]).mean()) for name in names},
         total=float(totals.mean()),
-        per_example=per_example,
+        each=each,
         totals=totals,
     )
 

@@ -13,7 +13,6 @@ at the inputs of single heads come from those at q, k and v, through the head's 
 from __future__ import annotations
 
 import heapq
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.gradient_attribution import must_have_gradient
 from interpose.analysis.wiring import INPUT, Graph, Layer, Wiring, same, wide, wiring
 from interpose.render.labelled import Labelled
 
@@ -192,6 +192,7 @@ def edge_attribution(
         raise ValueError(
             "kl is at its minimum on the clean run, where its gradient is zero: give steps=5 or so."
         )
+    must_have_gradient(metric)
     wires = wiring(model)
     graph = wires.graph
     parts = ip.batches(
@@ -212,7 +213,8 @@ def edge_attribution(
         protocol={
             "metric": ip.metrics.label(metric),
             "steps": steps,
-            "score": "(corrupt - clean) . gradient at the clean run",
+            "score": "(corrupt - clean) . "
+            + ("gradient at the clean run" if steps == 1 else "mean gradient on the way"),
             "edges": len(graph),
             "examples": parts[0].total,
             "forwards": forwards,
@@ -232,7 +234,7 @@ def _add(
     # The clean run comes first: its values are the writers', and its logits what `kl` compares with.
     shares = [1 - step / steps for step in range(steps)]
     size = max(1, batch_size // len(batch))
-    kept = _kept(wires.model, metric)
+    kept = batch.last_logits(metric)
     clean: dict[str, Tensor] = {}
     measure: Callable[[Tensor], Tensor] | None = None
 
@@ -274,23 +276,17 @@ def _gradients(
         differentiated += [layer.site("hook_attn_in")]
         differentiated += [layer.mlp_site] if layer.mlp_site else []
         looked_at += [layer.site("ln1.hook_scale")] if layer.norm else []
-    _, cache = wires.model.run_with_cache(
-        tokens.repeat(len(shares), 1),
-        names_filter=differentiated,
-        fwd_hooks=[(INPUT, between)] * (shares != [1]) + [(name, keep) for name in looked_at],
-        incl_bwd=metric_of,
-        return_type="logits",
-        **kept,
-    )
+    with torch.enable_grad():
+        _, cache = wires.model.run_with_cache(
+            tokens.repeat(len(shares), 1),
+            names_filter=differentiated,
+            fwd_hooks=[(INPUT, between)] * (shares != [1]) + [(name, keep) for name in looked_at],
+            incl_bwd=metric_of,
+            return_type="logits",
+            **kept,
+        )
     values |= {name: cache[name] for name in differentiated if name.endswith("hook_attn_in")}
     return values, {name: cache.grad[name] for name in differentiated}
-
-
-def _kept(model: Any, metric: Any) -> dict[str, Any]:
-    """What tells a model to compute the logits that the metric looks at, and no others, if it can be told."""
-    last = metric.keep if isinstance(metric, ip.metrics.Metric) else None
-    takes = inspect.signature(getattr(model, "module", model).forward).parameters
-    return {"logits_to_keep": last} if last and "logits_to_keep" in takes else {}
 
 
 @torch.no_grad()
@@ -358,6 +354,9 @@ def _pulled(
     for (role, into), weight in zip(layer.rows.items(), (attn.W_Q, attn.W_K, attn.W_V)):
         grad = _rows(grads[layer.site(f"attn.hook_{role}")], steps, some) / scale[..., None]
         rows = made[into.start - layer.row : into.stop - layer.row].flatten(1, 2)
+        weight = weight[
+            :: len(weight) // (into.stop - into.start)
+        ]  # some repeat those that are shared
         torch.bmm(grad.flatten(0, 1).transpose(0, 1), wide(weight).transpose(1, 2), out=rows)
     if layer.shares_norm:
         made[-1] = _rows(grads[layer.mlp_site], steps, some) / scale

@@ -105,19 +105,20 @@ def function_vector(
             site="z",
             over=("layer", "head"),
             edit=lambda site, **head: ip.fill(site, means, pos=-1, **head),
-            metric=ip.metrics.probability(answers) if metric is None else metric,
+            # one alone: a mapping of several is refused
+            metric={"metric": ip.metrics.probability(answers) if metric is None else metric},
             batch_size=batch_size,
             prepend_bos=prepend_bos,
             progress=False,
         )
-        effects = swept.effect.cpu()
+        effects = swept.effect[0].cpu()
         protocol["forwards"] += swept.tally.forwards
         protocol["corrupt"] = swept.examples
         protocol["metric"] = (
             "probability of the answers" if metric is None else ip.metrics.label(metric)
         )
         protocol["baseline"] = float(swept.baseline.mean())
-    chosen = _chosen(heads, effects, layers)
+    chosen = _chosen(heads, effects, layers, len(model.blocks))
     return FunctionVector(
         title=f"What each head carries of a task, and the vector of {len(chosen)} heads",
         values=effects,
@@ -132,7 +133,7 @@ def function_vector(
 
 
 def _chosen(
-    heads: int | Sequence[tuple[int, int]], effects: Tensor, layers: list[int]
+    heads: int | Sequence[tuple[int, int]], effects: Tensor, layers: list[int], blocks: int
 ) -> list[list[int]]:
     """The heads in the vector, as pairs: those that are named, or the strongest."""
     count = effects.shape[1]
@@ -140,7 +141,7 @@ def _chosen(
         best = effects.flatten().topk(min(max(heads, 0), effects.numel())).indices.tolist()
         found = [[layers[place // count], place % count] for place in best]
     else:
-        found = [[int(layer), int(head)] for layer, head in heads]
+        found = [[int(layer) + blocks * (layer < 0), int(head)] for layer, head in heads]
     wrong = [pair for pair in found if pair[0] not in layers or not 0 <= pair[1] < count]
     if wrong or not found:
         raise IndexError(

@@ -11,17 +11,19 @@ One forward and one backward pass give all places at once; a baseline takes one 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 
 AXES = ("site", "layer", "head", "neuron", "pos")
+Places = dict[int | None, tuple[str, tuple[str, ...]]]
+"""By layer: the name of a site, and what its axes are in the words of ``over``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -47,7 +49,7 @@ def saliency(
     site: str | Sequence[str] = "embed",
     over: str | Sequence[str] | None = None,
     hooks: Sequence[Any] = (),
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
 ) -> Attribution:
@@ -99,7 +101,7 @@ def gradient_times_activation(
     over: str | Sequence[str] | None = None,
     baseline: Any = None,
     hooks: Sequence[Any] = (),
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
 ) -> Attribution:
@@ -137,7 +139,8 @@ def gradient_times_activation(
         over,
         hooks,
         layers,
-        lambda grad, value: grad.float() * value.float(),
+        # Nothing is owed where nothing answers: a masked score is -inf.
+        lambda grad, value: (grad.float() * value.float()).where(grad != 0, 0.0),
         evidence,
     )
 
@@ -150,20 +153,22 @@ def _attribution(
     site: str | Sequence[str],
     over: str | Sequence[str] | None,
     hooks: Sequence[Any],
-    layers: Sequence[int] | None,
+    layers: Layers,
     combine: Callable[[Tensor, Tensor], Tensor],
     evidence: str,
 ) -> Attribution:
     kinds = [site] if isinstance(site, str) else list(site)
-    sites = _sites(model, kinds, layers)
+    sites = sites_by_layer(model, kinds, layers)
     words = _words(sites, over)
+    must_have_gradient(metric)
+    if isinstance(metric, ip.metrics.kl) and batches[0].corrupt is None:
+        raise ValueError(
+            "kl compares with another run, and there is none: give baseline=... to ip.gradient_times_activation, or "
+            "take logit, logit_difference or probability."
+        )
     if "pos" in words and len({batch.clean.shape[1] for batch in batches}) > 1:
         raise ValueError(
             "the texts have different lengths, so that positions are not the same places: leave 'pos' out."
-        )
-    if isinstance(metric, ip.metrics.rank):
-        raise ValueError(
-            f"{ip.metrics.label(metric)} has no gradient: ranks jump. Use logit, logit_difference or probability."
         )
     total = batches[0].total
     parts, ends = [], torch.zeros(2, total, device="cpu")
@@ -174,7 +179,11 @@ def _attribution(
             row = []
             for name, axes in sites[kind].values():
                 value = here[name] if there is None else here[name] - there[name]
-                row.append(_folded(combine(here.grad[name], value), axes, words))
+                if len(value) != len(batch):
+                    raise ValueError(
+                        f"{name!r} has one value for all texts that run together: give batch_size=1."
+                    )
+                row.append(folded(combine(here.grad[name], value), axes, words))
             rows.append(row)
         parts.append(_stacked(rows, kinds, words))
     each = torch.zeros(*parts[0].shape[:-1], total, device="cpu")
@@ -200,24 +209,57 @@ def _attribution(
     )
 
 
-def _sites(
-    model: Any, kinds: Sequence[str], layers: Sequence[int] | None
-) -> dict[str, dict[int | None, tuple[str, tuple[str, ...]]]]:
-    """For each kind, by layer: the name of its site, and what its axes are in the words of ``over``."""
-    found: dict[str, dict[int | None, tuple[str, tuple[str, ...]]]] = {}
+def must_have_gradient(metric: Any) -> None:
+    """Refuse a metric that jumps, and a place where there are no gradients whatever is done."""
+    if torch.is_inference_mode_enabled():
+        raise ip.Unsupported(
+            "there are no gradients inside torch.inference_mode(): call this outside of it (torch.no_grad() is fine)."
+        )
+    if isinstance(metric, ip.metrics.rank):
+        raise ValueError(
+            f"{ip.metrics.label(metric)} has no gradient: ranks jump. Use logit, logit_difference or probability."
+        )
+
+
+def sites_by_layer(model: Any, kinds: Sequence[str], layers: Layers) -> dict[str, Places]:
+    """The sites of each kind, in the layers that have all of them.
+
+    Args:
+        model: whose.
+        kinds: of sites, each with one in a layer.
+        layers: which; None for all.
+    """
+    found: dict[str, Places] = {}
     for kind in kinds:
-        chosen = [model.sites[name] for name in model.sites.select(kind)]
-        found[kind] = {site.layer: (site.name, _axes(site.axes)) for site in chosen}
+        row = found[kind] = {}
+        for site in _sites_of(model, kind):
+            if site.layer in row:
+                raise ValueError(
+                    f"{kind!r} has both {row[site.layer][0]!r} and {site.name!r} in one layer: ask for one at a time."
+                )
+            row[site.layer] = (site.name, _axes(site.axes))
     shared = [layer for layer in found[kinds[0]] if all(layer in row for row in found.values())]
-    if layers is not None:
-        count = model.cfg.n_layers
-        wanted = [layer + count if layer < 0 else layer for layer in layers]
-        if missing := [layer for layer in wanted if layer not in shared]:
-            raise IndexError(f"{', '.join(kinds)}: there in layers {shared}; not in {missing[0]}.")
-        shared = list(wanted)
     if not shared:
         raise ValueError(f"no layer has all of {', '.join(kinds)}.")
+    if layers is not None:
+        said, count = ", ".join(kinds), model.cfg.n_layers
+        if shared == [None]:
+            raise ValueError(f"{said}: in no layer, so that layers=... means nothing.")
+        there = [layer for layer in shared if layer is not None]
+        shared = [*chosen_layers(layers, there, count, said)]
     return {kind: {layer: row[layer] for layer in shared} for kind, row in found.items()}
+
+
+def _sites_of(model: Any, kind: str) -> list[Any]:
+    """The sites of a kind; in a model from scratch, ``embed`` is the site and not the module of that name."""
+    found = [model.sites[name] for name in model.sites.select(kind)]
+    if all(site.axes for site in found):
+        return found
+    if f"hook_{kind}" in model.sites:
+        return [model.sites[f"hook_{kind}"]]
+    raise ValueError(
+        f"{kind!r} is a module, and what its axes are is not known: take one of model.sites."
+    )
 
 
 def _axes(names: Sequence[str]) -> tuple[str, ...]:
@@ -249,16 +291,14 @@ def _run(
 ) -> tuple[Any, Any, Tensor]:
     """Values and gradients of a batch, values of its baseline, and the metric of both, [2, example]."""
     names = [name for row in sites.values() for name, _ in row.values()]
-    # Logits of positions that the metric does not look at need not be computed.
-    takes = "logits_to_keep" in inspect.signature(model.module.forward).parameters
-    keep = getattr(metric, "keep", None)
-    last = {"logits_to_keep": keep} if takes and keep is not None else {}
-    there, other = None, None
+    last, there, other = batch.last_logits(metric), None, None
     if batch.corrupt is not None:
         with torch.no_grad():
             other, there = model.run_with_cache(batch.corrupt, names_filter=names, **last)
     measure = batch.measure(metric, other)
-    found: list[Tensor] = [torch.zeros(len(batch)) if other is None else measure(other)]
+    found: list[Tensor] = [torch.zeros(len(batch))]
+    if other is not None:  # a loss is that of a text's own tokens
+        found = [replace(batch, clean=batch.corrupt).measure(metric, other)(other)]
 
     def loss(logits: Tensor) -> Tensor:
         found.insert(0, measure(logits))
@@ -271,8 +311,8 @@ def _run(
     return here, there, torch.stack([end.detach().float().cpu() for end in found])
 
 
-def _folded(value: Tensor, axes: Sequence[str], words: Sequence[str]) -> Tensor:
-    """A value [batch, ...] added up to the axes in ``words``, in their order, examples last."""
+def folded(value: Tensor, axes: Sequence[str], words: Sequence[str]) -> Tensor:
+    """A value [batch, ...] added up to those of its axes that are in ``words``, in their order, examples last."""
     gone = [at for at, name in enumerate(axes) if name not in ("batch", *words)]
     left = [name for name in axes if name in ("batch", *words)]
     part = value.sum(gone) if gone else value

@@ -10,13 +10,14 @@ By default the texts are random tokens said twice, in which there is nothing to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 
 Pattern = Tensor | Callable[[Tensor], Tensor]
 """Which keys each query should look at, [query, key]; or a function that says so of a text's tokens [pos]."""
@@ -38,7 +39,7 @@ def head_scores(
     repeats: int = 2,
     batch: int = 8,
     seed: int = 0,
-    layers: int | Sequence[int] | None = None,
+    layers: Layers = None,
     prepend_bos: bool | None = None,
 ) -> ip.Scores:
     """How much of its attention each head pays to the keys that a kind of head would look at, [layer, head].
@@ -69,7 +70,9 @@ def head_scores(
     texts = text
     if text is None:
         texts = _said_again(model, length, repeats, batch, seed, prepend_bos)
-    sites = model.sites.select("pattern" if layers is None else ip.at("pattern", layer=layers))
+    every = {model.sites[name].layer: name for name in model.sites.select("pattern")}
+    chosen = chosen_layers(layers, list(every), len(model.blocks), "attention")
+    sites = {every[layer]: model.sites[every[layer]] for layer in chosen}
     total, queries, forwards = torch.zeros(1, 1, dtype=torch.float64, device="cpu"), 0, 0
     for part in ip.batches(model, texts, prepend_bos=prepend_bos):
         wanted = torch.stack([_wanted(kind, row) for row in part.clean])  # [example, query, key]
@@ -151,7 +154,10 @@ def _said_again(
         )
     tokenizer, config = model.tokenizer, getattr(model.module, "config", None)
     known = min(model.cfg.d_vocab, len(tokenizer) if tokenizer is not None else model.cfg.d_vocab)
-    special = {getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    special: set[Any] = set()
+    for name in ("bos", "eos", "pad"):
+        token = getattr(config, f"{name}_token_id", None)
+        special |= set(token) if isinstance(token, (list, tuple)) else {token}
     for name in ("all_special_ids", "added_tokens_decoder"):
         special |= set(getattr(tokenizer, name, ()))
     plain = torch.tensor([token for token in range(known) if token not in special], device="cpu")

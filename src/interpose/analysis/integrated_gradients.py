@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.gradient_attribution import folded, must_have_gradient, sites_by_layer
+from interpose.analysis.layers import Layers
 from interpose.analysis.result import number
 
 _CLOSE = 0.01
@@ -37,7 +39,7 @@ class IntegratedGradients(ip.Scores):
         paths: the sites that were moved, each on a path of its own.
         difference: the metric less that at the baseline, for each path, the mean over examples.
         added: what the attributions of each path add up to.
-        gap: how far the two are apart, as a share of the difference.
+        gap: how far the two are apart in each text, as a share of the difference, both as means over texts.
         steps: how many points each path was cut into.
     """
 
@@ -58,9 +60,11 @@ class IntegratedGradients(ip.Scores):
         worst = max(range(len(self.gap)), key=self.gap.__getitem__)
         said = (
             f"{self.paths[worst]} adds up to {number(self.added[worst])} of {number(self.difference[worst])}, a gap "
-            f"of {self.gap[worst]:.2%} in {self.steps[worst]} steps"
+            f"of {self.gap[worst]:.2%} {'by text ' if self.each.shape[-1] > 1 else ''}in {self.steps[worst]} steps"
         )
-        verdict = "complete" if self.converged else "NOT COMPLETE, take more steps"
+        verdict = (
+            "complete" if self.converged else "NOT COMPLETE, take more steps or another baseline"
+        )
         return [*ip.Scores.lines(self), f"{verdict}: {said}"]
 
 
@@ -74,7 +78,7 @@ def integrated_gradients(
     baseline: Any = None,
     steps: int | str = 32,
     method: str = "midpoint",
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     max_steps: int = 512,
     max_rows: int = 64,
     batch_size: int = 16,
@@ -97,7 +101,7 @@ def integrated_gradients(
         over: the axes of the result, of ``layer``, ``head``, ``neuron`` and ``pos``; the others are added up. By
             default ``layer`` and ``pos``, as far as the site has them.
         baseline: where paths begin: zeros (None), the values in texts of the same lengths (texts, or tokens), the mean
-            over positions (``"mean"``), or a tensor of floats that fits the value [batch, pos, ...].
+            over positions (``"mean"``), or a tensor of floats that fits the value [example, pos, ...].
         steps: how many points each path has; ``auto`` doubles them from 8 until the gap is at most one percent.
         method: where the points lie: ``midpoint`` (evenly) or ``gauss`` (Gauss-Legendre), better from some 64 steps on.
         layers: which; by default all that have the site.
@@ -110,7 +114,10 @@ def integrated_gradients(
         raise ValueError(f"method is 'gauss' or 'midpoint'; got {method!r}.")
     if steps != "auto" and (not isinstance(steps, int) or steps < 1):
         raise ValueError(f"steps is a number, at least 1, or 'auto'; got {steps!r}.")
-    sites = _sites(model, site, layers)
+    if not isinstance(site, str):
+        raise TypeError(f"site is one kind of site, such as 'embed' or 'z'; got {site!r}.")
+    must_have_gradient(metric)
+    sites = dict(sites_by_layer(model, [site], layers)[site].values())
     words = _words(site, sites, over)
     texts = baseline if _is_text(baseline) else None
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
@@ -126,7 +133,7 @@ def integrated_gradients(
     for paths in found:
         made = [paths.until(name, steps, max_steps) for name in sites]
         taken = [max(pair) for pair in zip(taken, (count for _, count in made))]
-        rows = [_folded(value, axes, words) for (value, _), axes in zip(made, sites.values())]
+        rows = [folded(value, axes, words) for (value, _), axes in zip(made, sites.values())]
         parts.append(torch.stack(rows) if "layer" in words else rows[0])
     return _result(
         model, batches, found, parts, sites, words, taken, metric, site, baseline, method
@@ -152,6 +159,11 @@ class _Paths:
             logits, self.values = model.run_with_cache(batch.clean, names_filter=names)
             self.measure = batch.measure(metric, logits)
             self.end = self.measure(logits).float()  # [example]
+            for name in names:
+                if not self.values[name].is_floating_point():
+                    raise ValueError(
+                        f"{name!r} is {self.values[name].dtype}: only floating point values have gradients."
+                    )
             self.starts = self._starts(names, baseline)
         self.forwards += 1
         self.begin = {name: torch.zeros(len(batch)) for name in names}
@@ -170,7 +182,23 @@ class _Paths:
                 name: self.values[name].mean(1, keepdim=True).expand_as(self.values[name])
                 for name in names
             }
-        return {name: baseline.to(self.values[name]).expand_as(self.values[name]) for name in names}
+        return {name: self._own(baseline, self.values[name], name) for name in names}
+
+    def _own(self, baseline: Tensor, value: Tensor, name: str) -> Tensor:
+        """What a tensor that was given for the whole dataset has for these examples."""
+        if baseline.ndim == value.ndim and len(baseline) == self.batch.total:
+            baseline = baseline[list(self.batch.numbers)]
+        elif baseline.ndim == value.ndim and len(baseline) != 1:
+            raise ValueError(
+                f"the baseline has {len(baseline)} rows for {self.batch.total} examples: give one for each, or one "
+                "for all."
+            )
+        try:
+            return baseline.to(value).expand_as(value)
+        except RuntimeError:
+            raise ValueError(
+                f"a baseline {tuple(baseline.shape)} does not fit the value at {name!r}, {tuple(value.shape)}."
+            ) from None
 
     def until(self, name: str, steps: int | str, most: int) -> tuple[Tensor, int]:
         """The attributions of a site, shaped as its value, and how many steps they took."""
@@ -194,7 +222,9 @@ class _Paths:
         for at in range(0, len(points), together):
             some = points[at : at + together].to(way)
             grads, measured = self._grads(name, some)  # [point, example, ...], [point, example]
-            mean += torch.einsum("p,p...->...", weights[at : at + together].to(mean), grads.float())
+            # Not nothing times its gradient: where a stream of zeros meets a norm, that may be infinite.
+            grads, parts = grads[int(at == 0) :], weights[at : at + together][int(at == 0) :]
+            mean += torch.einsum("p,p...->...", parts.to(mean), grads.float())
             if at == 0:
                 self.begin[name] = measured[0].float()
         made: Tensor = mean * way.float()
@@ -208,8 +238,17 @@ class _Paths:
         shape = (-1, *[1] * value.ndim)
         rows = (start + points.reshape(shape) * (value - start)).flatten(0, 1).requires_grad_()
         tokens = self.batch.clean.repeat(len(points), 1)
-        logits = self.model.run_with_hooks(tokens, fwd_hooks=[(name, lambda _: rows)])
+        try:
+            logits = self.model.run_with_hooks(tokens, fwd_hooks=[(name, lambda _: rows)])
+        except ip.EditShapeError:
+            raise ValueError(
+                f"{name!r} has one value for all rows that run together: give batch_size=1 and max_rows=1."
+            ) from None
         measured = torch.stack([self.measure(part) for part in logits.split(len(self.batch))])
+        if not measured.requires_grad:
+            raise ValueError(
+                f"the metric has no gradient at {name!r}: it does not depend on it, or it jumps."
+            )
         (grads,) = torch.autograd.grad(measured.sum(), rows)
         self.forwards, self.backwards = self.forwards + len(points), self.backwards + len(points)
         return grads.unflatten(0, (len(points), -1)), measured.detach()
@@ -241,18 +280,6 @@ def _is_text(baseline: Any) -> bool:
     return baseline is not None and not (isinstance(baseline, str) and baseline == "mean")
 
 
-def _sites(model: Any, kind: str, layers: Sequence[int] | None) -> dict[str, tuple[str, ...]]:
-    """The sites that are moved, each with its axes in the words of ``over``."""
-    there = {site.layer: site for site in (model.sites[name] for name in model.sites.select(kind))}
-    wanted = (
-        list(there) if layers is None else [n + model.cfg.n_layers if n < 0 else n for n in layers]
-    )
-    if missing := [layer for layer in wanted if layer not in there]:
-        raise IndexError(f"{kind} is there in layers {list(there)}; not in {missing[0]}.")
-    return {there[n].name: tuple("pos" if name == "query" else name for name in (*there[n].axes[:-1], "neuron"))
-            for n in wanted}  # fmt: skip
-
-
 def _words(
     kind: str, sites: dict[str, tuple[str, ...]], over: str | Sequence[str] | None
 ) -> tuple[str, ...]:
@@ -272,14 +299,6 @@ def _words(
             "'layer' into over, or choose one with layers=[...]."
         )
     return words
-
-
-def _folded(value: Tensor, axes: Sequence[str], words: Sequence[str]) -> Tensor:
-    """A value [batch, ...] added up to the axes in ``words`` but for layers, in their order, examples last."""
-    gone = [at for at, name in enumerate(axes) if name not in ("batch", *words)]
-    left = [name for name in axes if name in ("batch", *words)]
-    part = value.sum(gone) if gone else value
-    return part.permute([left.index(word) for word in (*words, "batch") if word in left]).cpu()
 
 
 def _result(

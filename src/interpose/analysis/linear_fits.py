@@ -201,3 +201,21 @@ def predicted(data: Data, tasks: Sequence[Task], fits: Sequence[Sequence[Affine]
             whole[:, numbers] = values
         made.append(whole)
     return made
+
+
+def measures(task: Task, predictions: Tensor) -> dict[str, Tensor]:
+    """How well predictions [layer, example] are right, by name, [layer]: the first is the one that counts."""
+    target = task.target
+    if task.classes is None:
+        usual = torch.stack([target[task.fold_of != fold].mean() for fold in range(task.folds)])
+        around = (target - usual[task.fold_of]).square().sum()
+        return {"r2": 1 - (predictions - target).square().sum(1) / around}
+    right = (predictions == target).double()
+    classes = target.unique()
+    balanced = torch.stack([right[:, target == one].mean(1) for one in classes]).mean(0)
+    chance = target.bincount().max() / len(target)
+    return {
+        "accuracy": right.mean(1),
+        "balanced": balanced,
+        "chance": chance.double().expand(len(right)),
+    }

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.layers import Layers, chosen_layers
 from interpose.render.labelled import Labelled
 from interpose.render.words import WordGrid
 
@@ -113,13 +114,14 @@ def logit_lens(
     text: Any,
     *,
     site: str = "resid_post",
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     positions: int | str | Sequence[int] | Sequence[str] | None = None,
     answer: Any = None,
     top: int = 5,
-    logits_of: Sequence[str | int] | None = None,
+    logits_of: str | int | Sequence[str | int] | None = None,
     through: Callable[[Tensor, int], Tensor] | None = None,
     batch_size: int = 16,
+    prepend_bos: bool | None = None,
 ) -> LogitLens:
     """What the model would say after each layer: tokens, probabilities, and how far that is from its own answer.
 
@@ -139,27 +141,27 @@ def logit_lens(
         positions: which positions, negative ones from the end, or tokens of the text; None for all.
         answer: a token whose logit, probability and rank are kept too; one for all texts, or one for each.
         top: how many of the likeliest tokens are kept.
-        logits_of: compute nothing but the logits of these tokens.
+        logits_of: compute nothing but the logits of these tokens, or of this one.
         through: a function of a stream [example, pos, d_model] and its layer; what it returns is read instead.
         batch_size: how many texts run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
-    if logits_of is not None and answer is not None:
-        raise ValueError("logits_of computes nothing but its logits: put the answer among them.")
     if top < 1:
         raise ValueError(f"top is how many tokens are kept, at least 1; got {top}.")
-    found = ip.batches(model, text, batch_size=batch_size)
+    few = _few(logits_of, answer)
+    found = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
     where, places = _positions(found, positions)
     rows: dict[int, dict[str, Tensor]] = {}
     streams: dict[int, Tensor] = {}
     for batch, some in zip(found, places):
-        streams, logits = _streams(model, batch, site, layers, some, whole=logits_of is None)
+        streams, logits = _streams(model, batch, site, layers, some, whole=few is None)
         if through is not None:
             streams = {layer: through(stream, layer) for layer, stream in streams.items()}
-        if logits_of is None:
+        if few is None:
             ids = None if answer is None else batch.ids(answer)
             made = _read(model, streams, logits, ids, top)
         else:
-            made = {"values": _logits_of(model, streams, [_id(model, word) for word in logits_of])}
+            made = {"values": _logits_of(model, streams, _ids(model, few))}
         for row, number in enumerate(batch.numbers):
             rows[number] = {name: value[row].cpu() for name, value in made.items()}
     axes: dict[str, list[Any]] = {"layer": list(streams), "pos": where}
@@ -167,21 +169,21 @@ def logit_lens(
     if len(rows) > 1:
         axes = {"example": sorted(rows), **axes}
         kept = {name: torch.stack([rows[i][name] for i in sorted(rows)]) for name in rows[0]}
-    if logits_of is None:
+    if few is None:
         words = {token: _word(model, token) for token in kept["top_ids"].unique().tolist()}
         kept["top_tokens"] = [words[token] for token in kept["top_ids"].flatten().tolist()]
     else:
-        axes = {"answer": list(logits_of), **axes}
+        axes = {"answer": few, **axes}
         kept["values"] = kept["values"].movedim(-1, 0)
     return LogitLens(
         title=f"Logit lens at {site}",
         axes=axes,
-        unit="probability of the likeliest token" if logits_of is None else "logits",
+        unit="probability of the likeliest token" if few is None else "logits",
         protocol={
             "site": site,
             **({} if answer is None else {"answer": repr(answer)}),
             "forwards": len(found),
-            "unembeddings": len(found) if logits_of else len(rows) * len(streams) * len(where),
+            "unembeddings": len(found) if few else len(rows) * len(streams) * len(where),
         },
         evidence=_EVIDENCE,
         tokens=found[0].str_tokens,
@@ -194,16 +196,18 @@ def _streams(
 ) -> tuple[dict[int, Tensor], Any]:
     """The stream of each layer at some positions, [example, pos, d_model], and the model's own logits there."""
     count, length = len(model.blocks), batch.clean.shape[1]
-    if layers is not None and (wrong := [layer for layer in layers if not -count <= layer < count]):
-        raise IndexError(f"layer {wrong[0]}: the model has layers 0 to {count - 1}.")
-    names = site if layers is None else [(site, layer % count) for layer in layers]
+    wanted = sorted(chosen_layers(layers, range(count), count, repr(site)))
+    names = site if layers is None else [(site, layer) for layer in wanted]
     # No logits before the first position that is looked at, where the model can leave them out.
     end = batch.last_logits(ip.metrics.logit(0, pos=places[0] - length))
     how = end if whole else {"return_type": None}
     logits, cache = model.run_with_cache(batch.clean, names_filter=names, pos_slice=places, **how)
-    wanted = range(count) if layers is None else sorted({layer % count for layer in layers})
     found = {layer: cache[site, layer] for layer in wanted if (site, layer) in cache}
     width = model.cfg.d_model
+    if any(model.sites[name].layer is None for name in cache):
+        raise ValueError(
+            f"{site!r} is in no layer. There are resid_pre, resid_mid, resid_post, attn_out and mlp_out."
+        )
     if any(stream.ndim != 3 or stream.shape[-1] != width for stream in found.values()):
         raise ValueError(
             f"the lens reads values [batch, pos, {width}], as wide as the stream; {site!r} has others. There are "
@@ -280,7 +284,8 @@ def _afterwards(model: Any, plain: Tensor, logits: Tensor) -> Callable[[Tensor],
     plain, logits = plain.float(), logits.float()
     times = 1.0 if plain.equal(logits) else float((plain * logits).sum() / plain.square().sum())
     ways: list[Callable[[Tensor], Tensor]] = [lambda x: x * times]
-    config = model.config.get_text_config()
+    config = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("final_logit_softcapping", "logits_soft_cap"):
         if cap := getattr(config, name, None):
             ways.insert(0, lambda x, cap=cap: cap * (x / cap).tanh())  # type: ignore[misc]
@@ -299,6 +304,8 @@ def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[l
     for batch in found:
         wanted = range(batch.clean.shape[1]) if positions is None else positions
         first, *others = batch.positions(wanted)
+        if not first:
+            raise ValueError("positions is empty: give some, or None for all.")
         if any(other != first for other in others):
             raise ValueError(
                 f"{positions!r} is at other positions in other texts: give them one by one."
@@ -316,8 +323,24 @@ def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[l
     return sorted(set(given)), places
 
 
-def _id(model: Any, word: str | int) -> int:
-    return int(model.to_single_token(word)) if isinstance(word, str) else int(word)
+def _few(logits_of: Any, answer: Any) -> list[str | int] | None:
+    """The tokens whose logits alone are wanted; None if all are."""
+    if logits_of is None:
+        return None
+    if answer is not None:
+        raise ValueError("logits_of computes nothing but its logits: put the answer among them.")
+    few = [logits_of] if isinstance(logits_of, (str, int)) else list(logits_of)
+    if not few:
+        raise ValueError("logits_of is empty: name the tokens whose logits are wanted.")
+    return few
+
+
+def _ids(model: Any, words: Sequence[str | int]) -> list[int]:
+    ids = [int(model.to_single_token(word)) if isinstance(word, str) else word for word in words]
+    count = model.W_U.shape[-1]
+    if wrong := [token for token in ids if not 0 <= token < count]:
+        raise ValueError(f"logits_of has token {wrong[0]}, and the model tokens 0 to {count - 1}.")
+    return ids
 
 
 def _word(model: Any, token: int) -> str:

@@ -183,6 +183,9 @@ def max_activating(
         raise ValueError(
             f"sign is 1 or -1, k at least 1, context at least 0; got {sign}, {k}, {context}."
         )
+    units = None if units is None else [int(unit) for unit in units]
+    if units == []:
+        raise ValueError("units is empty: give some, or None for all.")
     if units is not None and direction is not None:
         raise ValueError("give units or direction, not both: directions are numbered from 0.")
     found: Found | None = None
@@ -208,7 +211,7 @@ def max_activating(
     }
     return MaxActivating(
         title=f"The {'largest' if sign > 0 else 'smallest'} activations at {site}, layer {layer}",
-        axes={"unit": list(units or range(len(found["values"]))), "rank": list(range(k))},
+        axes={"unit": units or list(range(len(found["values"]))), "rank": list(range(k))},
         unit="activation" if direction is None else "projection on the direction",
         protocol={name: value for name, value in protocol.items() if value is not None},
         evidence=_EVIDENCE,
@@ -237,7 +240,7 @@ def _values(
     site: str,
     layer: int,
     head: int | None,
-    units: Sequence[int] | None,
+    units: list[int] | None,
     direction: Tensor | None,
 ) -> Tensor:
     """What the units are at each position, [example, pos, unit]."""
@@ -255,7 +258,7 @@ def _values(
     if units is not None:
         if wrong := [unit for unit in units if not 0 <= unit < value.shape[2]]:
             raise IndexError(f"no unit {wrong[0]}: {name!r} has {value.shape[2]}.")
-        return value[:, :, list(units)]
+        return value[:, :, units]
     if direction is None:
         return value
     rows = direction if direction.ndim == 2 else direction[None]

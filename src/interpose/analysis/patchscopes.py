@@ -11,6 +11,7 @@ last position of the target this is the logit lens of the source.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -178,15 +179,18 @@ class _Moves:
             cells = [self.cells[number] for number in part.numbers]
             logits = model.run_with_hooks(part.clean, hooks=self.patches(cells, cache))
             as_it_is = plain.expand(len(part), -1, -1)
-            measure = part.measure(measured, clean_logits=as_it_is)
+            alike = dataclasses.replace(part, numbers=(0,) * len(part), total=1)  # of one text
+            measure = alike.measure(measured, clean_logits=as_it_is)
             numbers.append(measure(logits).cpu())
             says += [_token(model, token) for token in logits[:, -1].argmax(-1).tolist()]
             if generate:
-                with model.hooks(self.patches(cells, cache, phase="prompt")):
+                with model.hooks(hooks=self.patches(cells, cache, phase="prompt")):
                     made = model.generate(part.clean, max_new_tokens=generate, do_sample=False)
                 texts += _said(model, made[:, part.clean.shape[1] :])
         protocol = {
-            "metric": "of the likeliest token" if measured is _surest else repr(measured),
+            "metric": "of the likeliest token"
+            if measured is _surest
+            else ip.metrics.label(measured),
             "without_a_patch": float(measure(as_it_is)[0]),
             "forwards": 2 + len(parts),
         }

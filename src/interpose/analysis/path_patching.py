@@ -66,7 +66,7 @@ def path_patching(
             and ``v`` are key-value heads.
         mlps: ``live`` or ``frozen``: whether MLPs on the way are recomputed or held at their clean values.
         batch_size: how many pairs run together, at most.
-        max_rows: how many rows (pairs times senders) run together, at most.
+        max_rows: how many rows (pairs times senders) run together, at most; the pairs of a sender always do.
     """
     if mlps not in ("live", "frozen"):
         raise ValueError(f"mlps is 'live' or 'frozen'; got {mlps!r}.")
@@ -74,7 +74,7 @@ def path_patching(
         raise ValueError("path patching needs a second text: corrupt=...")
     layers, count = _layers(model), int(model.cfg.n_heads)
     everyone = [(layer, head) for layer in layers for head in range(count)]
-    wanted = everyone if senders is None else _known(model, senders)
+    wanted = everyone if senders is None else _senders(model, senders)
     hearing = [] if receivers == "logits" else _hearing(model, receivers)
     end = max((layer for layer, _, _ in hearing), default=len(layers))
     batches = ip.batches(model, clean, corrupt, batch_size=batch_size)
@@ -174,7 +174,9 @@ class _Paths:
         try:
             if stream.ndim != 3:
                 raise ip.Unsupported("several streams")
-            found = run(stream.repeat(times, 1, 1), start_at_layer=layer, input_ids=tokens, **given)
+            # with the mask of tokens, where they are padded
+            begun = {"start_at_layer": layer, **self.model.prepare(tokens)}
+            found = run(stream.repeat(times, 1, 1), **begun, **given)
         except ip.Unsupported:  # blocks that read more than the stream: from the beginning
             found = run(tokens, **given)
         return found if keep is None else found[1]
@@ -224,6 +226,12 @@ def _known(model: Any, heads: Sequence[Head], kind: str = "z") -> list[Head]:
                 f"no head {layer}.{head}: layers are 0 to {layers - 1}, {what} 0 to {count - 1}."
             )
     return [(layer % layers, head) for layer, head in heads]
+
+
+def _senders(model: Any, senders: Sequence[Head]) -> list[Head]:
+    if not senders or any(not isinstance(one, (tuple, list)) or len(one) != 2 for one in senders):
+        raise ValueError(f"senders are heads as (layer, head): [(5, 1), (5, 3)]; got {senders!r}.")
+    return _known(model, senders)
 
 
 def _hearing(model: Any, receivers: str | Sequence[Receiver]) -> list[Receiver]:

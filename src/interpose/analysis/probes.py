@@ -13,6 +13,7 @@ dealt at random to types of inputs: what a probe reaches there it has by memoris
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.analysis.linear_fits import Affine, Data, Task, fitted, predicted
+from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.linear_fits import Affine, Data, Task, fitted, measures, predicted
 
 _KINDS = ("ridge", "logistic", "difference_of_means")
 _FORMAT = "interpose.probe"
@@ -153,7 +155,7 @@ def probe(
     labels: Sequence[Any] | Tensor,
     *,
     site: str = "resid_post",
-    layers: Sequence[int] | None = None,
+    layers: Layers = None,
     pos: int | str | Sequence[int] = -1,
     head: int | None = None,
     kind: str = "ridge",
@@ -180,13 +182,14 @@ def probe(
         texts: several, or tokens.
         labels: one for each. Floats are numbers; texts, truth values and whole numbers are classes.
         site: a kind of site.
-        layers: which; by default all.
+        layers: which; by default all that have the site.
         pos: which position: a number, one for each text, or a text (its last token, where it last occurs).
         head: for sites with heads, which.
         kind: ``ridge``, ``logistic`` or ``difference_of_means``.
-        groups: what each example belongs to; no group is both trained on and held out.
-        types: what the control task deals labels to; by default groups, else distinct texts. It is scored on folds
-            that mix types, where memorising pays.
+        groups: what each example belongs to; no group is both trained on and held out. By default equal texts (read
+            at the same position) are a group.
+        types: what the control task deals labels to; by default the groups. It is scored on folds that mix types,
+            where memorising pays.
         folds: how many; each example is held out once.
         strength: of the penalty on weights.
         control: whether to do the control task.
@@ -200,14 +203,17 @@ def probe(
     if stream and kind == "logistic":
         raise ValueError("a logistic probe needs all features at once: kind='ridge' can stream.")
     batches = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
-    layers = list(range(model.cfg.n_layers)) if layers is None else list(layers)
+    there = [place.layer for place in model.sites.select(site).values()]
+    layers = chosen_layers(layers, there, len(model.blocks), repr(site))
     target, classes = _target(labels, batches[0].total, kind)
+    pos = _positions(batches, pos)
     drawn = torch.Generator("cpu").manual_seed(seed)
-    tasks = [_task(target, classes, _members(groups, len(target), "groups"), folds, drawn)]
+    together = _members(_inputs(batches, pos) if groups is None else groups, len(target), "groups")
+    tasks = [_task(target, classes, together, folds, drawn)]
     _check_classes(tasks[0])
     if control:
-        dealt = _dealt(target, _types(batches, types if types is not None else groups), drawn)
-        tasks.append(_task(dealt, classes, None, folds, drawn))
+        kinds = together if types is None else _members(types, len(target), "types")
+        tasks.append(_task(_dealt(target, kinds, drawn), classes, None, folds, drawn))
 
     def read() -> Iterable[tuple[Tensor, Tensor]]:
         for batch in batches:
@@ -219,9 +225,8 @@ def probe(
     fits = fitted(data, tasks, kind, strength)
     predictions = predicted(data, tasks, fits)
     protocol: dict[str, Any] = {"examples": len(target)}
-    protocol["groups"] = None if groups is None else len(set(groups))
-    protocol |= {"folds": folds, "strength": strength, "seed": seed}
-    protocol["forwards"] = len(batches) * (1 + stream)
+    protocol |= {"groups": None if groups is None else int(together.max()) + 1, "folds": folds}
+    protocol |= {"strength": strength, "seed": seed, "forwards": len(batches) * (1 + stream)}
     place = {"site": site, "head": head, "kind": kind}
     return _result(tasks, fits[0][-1], predictions, layers, place, protocol)
 
@@ -234,15 +239,16 @@ def _result(
     place: dict[str, Any],
     protocol: dict[str, Any],
 ) -> ProbeScores:
-    measures = _measures(tasks[0], predictions[0])
+    scores = measures(tasks[0], predictions[0])
     if len(tasks) > 1:
-        measures["control"] = next(iter(_measures(tasks[1], predictions[1]).values()))
-        measures["selectivity"] = next(iter(measures.values())) - measures["control"]
+        scores["control"] = next(iter(measures(tasks[1], predictions[1]).values()))
+        # Below what a constant reads, a control says no more than that it reads nothing.
+        scores["selectivity"] = next(iter(scores.values())) - scores["control"].clamp(min=0)
     kind = place["kind"].replace("_", " ")
     return ProbeScores(
         title=f"What {kind} probes read at {place['site']}, on held-out examples",
-        values=torch.stack(list(measures.values())),
-        axes={"measure": list(measures), "layer": layers},
+        values=torch.stack(list(scores.values())),
+        axes={"measure": list(scores), "layer": layers},
         unit="share of variance" if tasks[0].classes is None else "share of examples",
         protocol={name: value for name, value in protocol.items() if value is not None},
         evidence=_EVIDENCE,
@@ -263,11 +269,8 @@ def _features(
 ) -> Tensor:
     """What a batch has at the position, [layer, example, unit], from one run."""
     if not isinstance(pos, (int, str)):
-        if len(pos) != batch.total:
-            raise ValueError(f"{len(pos)} positions for {batch.total} texts: give one for each.")
-        length = batch.clean.shape[1]
         places = torch.tensor([pos[number] for number in batch.numbers], device=batch.clean.device)
-        pos = torch.arange(length, device=batch.clean.device) == (places % length)[:, None]
+        pos = torch.arange(batch.clean.shape[1], device=batch.clean.device) == places[:, None]
     there = ip.at(
         site,
         layer=list(layers),
@@ -289,39 +292,57 @@ def _features(
 
 def _target(labels: Any, total: int, kind: str) -> tuple[Tensor, list[Any] | None]:
     """Labels as indices into sorted classes, or as numbers."""
-    listed = labels.tolist() if isinstance(labels, Tensor) else list(labels)
+    listed = _plain(labels)
     if len(listed) != total:
         raise ValueError(f"{len(listed)} labels for {total} texts: give one for each.")
-    if any(isinstance(label, float) for label in listed):
-        if kind != "ridge":
-            raise ValueError(f"{kind} probes tell classes apart; for numbers use kind='ridge'.")
-        return torch.tensor(listed, dtype=torch.float64, device="cpu"), None
     classes = sorted(set(listed), key=lambda label: (type(label).__name__, label))
     if len(classes) < 2:
         raise ValueError(f"all labels are {classes[0]!r}: there is nothing to tell apart.")
+    if any(isinstance(label, float) for label in listed):
+        if kind != "ridge":
+            raise ValueError(f"{kind} probes tell classes apart; for numbers use kind='ridge'.")
+        if not all(math.isfinite(label) for label in listed):
+            raise ValueError("labels that are numbers are finite: leave out texts without one.")
+        return torch.tensor(listed, dtype=torch.float64, device="cpu"), None
     return torch.tensor([classes.index(label) for label in listed], device="cpu"), classes
 
 
-def _members(given: Sequence[Any] | None, total: int, what: str) -> Tensor | None:
+def _plain(given: Iterable[Any]) -> list[Any]:
+    """What is given as Python has it: two tensors, or numbers of NumPy, that say the same are the same then."""
+    return [one.item() if hasattr(one, "item") else one for one in given]
+
+
+def _members(given: Sequence[Any], total: int, what: str) -> Tensor:
     """Which group each example is of, [example], counted from 0."""
-    if given is None:
-        return None
     if len(given) != total:
         raise ValueError(f"{len(given)} {what} for {total} texts: give one for each.")
     known: dict[Any, int] = {}
-    return torch.tensor([known.setdefault(one, len(known)) for one in given], device="cpu")
+    return torch.tensor([known.setdefault(one, len(known)) for one in _plain(given)], device="cpu")
 
 
-def _types(batches: Sequence[ip.Batch], given: Sequence[Any] | None) -> Tensor:
-    """Which type each example is of, [example]; by default equal texts are one."""
-    total = batches[0].total
-    rows: list[Any] = [None] * total
-    for batch in batches:
-        for number, row in zip(batch.numbers, batch.clean.tolist()):
-            rows[number] = tuple(row)
-    found = _members(rows if given is None else given, total, "types")
-    assert found is not None
+def _positions(batches: Sequence[ip.Batch], pos: Any) -> Any:
+    """A position for each text as numbers from the front; a number or a text, for all of them, as it is."""
+    if isinstance(pos, (int, str)):
+        return pos
+    total, found = batches[0].total, [int(place) for place in pos]
+    if len(found) != total:
+        raise ValueError(f"{len(found)} positions for {total} texts: give one for each.")
+    for number, row in _rows(batches):
+        if not -len(row) <= found[number] < len(row):
+            raise IndexError(f"position {found[number]} of text {number}, with {len(row)} tokens.")
+        found[number] %= len(row)
     return found
+
+
+def _inputs(batches: Sequence[ip.Batch], pos: Any) -> list[Any]:
+    """What each example is read of: its tokens, and where each has a position of its own, that too."""
+    rows = dict(_rows(batches))
+    own = not isinstance(pos, (int, str))
+    return [(*rows[number], "at", pos[number] if own else pos) for number in range(len(rows))]
+
+
+def _rows(batches: Sequence[ip.Batch]) -> Iterable[tuple[int, list[int]]]:
+    return (pair for batch in batches for pair in zip(batch.numbers, batch.clean.tolist()))
 
 
 def _first_of(members: Tensor) -> Tensor:
@@ -367,24 +388,3 @@ def _dealt(target: Tensor, members: Tensor, drawn: torch.Generator) -> Tensor:
     count, total = int(members.max()) + 1, len(target)
     some = target.sort().values[torch.arange(count, device="cpu") * total // count]
     return some[torch.randperm(count, generator=drawn, device="cpu")][members]
-
-
-# Scores.
-
-
-def _measures(task: Task, predictions: Tensor) -> dict[str, Tensor]:
-    """By name, [layer]: the first is the one that counts."""
-    target = task.target
-    if task.classes is None:
-        usual = torch.stack([target[task.fold_of != fold].mean() for fold in range(task.folds)])
-        around = (target - usual[task.fold_of]).square().sum()
-        return {"r2": 1 - (predictions - target).square().sum(1) / around}
-    right = (predictions == target).double()
-    classes = target.unique()
-    balanced = torch.stack([right[:, target == one].mean(1) for one in classes]).mean(0)
-    chance = target.bincount().max() / len(target)
-    return {
-        "accuracy": right.mean(1),
-        "balanced": balanced,
-        "chance": chance.double().expand(len(right)),
-    }

@@ -56,7 +56,8 @@ def relp(model: Any, *, rules: str | Sequence[str] = ("norm", "activation", "gat
     Without the rule for attention by default: with it, what a head's query or key does is lost, and estimates agree
     with patching less well on average. The paper's own set is ``rules=("norm", "activation", "gate", "attention")``.
 
-    A mixture of experts, a state space, and norms of another formula keep their true gradients; ``.left`` says so.
+    A mixture of experts, a state space, norms of another formula and norms inside attention keep their true
+    gradients; ``.left`` says so.
     At ``pre`` and ``pre_linear`` there is no gradient under the rule for activations; ask at ``post``.
 
     Args:
@@ -213,6 +214,17 @@ def _left(model: Any, names: Any, chosen: Sequence[str]) -> list[str]:
         for kind, rules in kinds.items()
         if name.endswith(kind) and rules & set(chosen) and why != "this block has no attention"
     ]
-    return reasons + [
-        f"{name}: no rule for a mixer" for name in names if name.endswith("mixer_out")
-    ]
+    reasons += [f"{name}: no rule for a mixer" for name in names if name.endswith("mixer_out")]
+    return reasons + (_norms_without_sites(model, names) if "norm" in chosen else [])
+
+
+def _norms_without_sites(model: Any, names: Any) -> list[str]:
+    """Norms inside blocks that no rule knows of, such as those of queries and keys; each said once for all blocks."""
+    known = {id(model.hook_dict[name].module) for name in names if name.endswith("hook_normalized")}
+    found: dict[str, None] = {}
+    for block in model.blocks:
+        for name, part in getattr(block, "module", block).named_modules():
+            named = "norm" in type(part).__name__.lower() and not any(part.children())
+            if named and id(part) not in known:
+                found[f"blocks.*.{name}: a norm without a site"] = None
+    return list(found)

@@ -67,6 +67,7 @@ class TunedLens:
         learning_rate: float = 1e-3,
         batch_size: int = 16,
         seed: int = 0,
+        prepend_bos: bool | None = None,
         progress: Callable[[int, float], None] | None = None,
     ) -> TunedLens:
         """Train the maps, all layers at once; the model is not changed.
@@ -78,11 +79,16 @@ class TunedLens:
             learning_rate: of Adam, at first; it falls to zero in a straight line.
             batch_size: how many texts are in a batch, at most; those of one batch have one length.
             seed: of the order of the batches.
+            prepend_bos: as in ``to_tokens``, for texts.
             progress: called after each step with its number and the mean divergence.
         """
         if steps < 1:
             raise ValueError(f"steps is how many batches are trained on, at least 1; got {steps}.")
-        found = ip.batches(model, texts, batch_size=batch_size)
+        if torch.is_inference_mode_enabled():
+            raise ip.Unsupported(
+                "nothing is trained inside torch.inference_mode(): call this outside of it."
+            )
+        found = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
         shape, device = _shape(model), found[0].clean.device
         layers, width = shape["layers"], shape["width"]
         maps = [

@@ -288,7 +288,8 @@ def wiring(model: Any) -> Wiring:
         at, block = f"blocks.{number}.", model.blocks[number]
         _need(model, there, at)
         attn = block.attn
-        heads, shared, first = len(attn.W_Q), len(attn.W_K), len(writers)
+        heads, first = len(attn.W_Q), len(writers)
+        shared = _shared(attn.W_K, cfg.n_key_value_heads)
         norms = [
             Norm.of(forward_of(getattr(block, name)), attn.W_O)
             if f"{at}{name}.hook_scale" in there
@@ -349,6 +350,15 @@ def same(one: Tensor, other: Tensor, what: str, dtype: torch.dtype | None = None
 def wide(value: Tensor) -> Tensor:
     """In float32 at least."""
     return value if value.dtype == torch.float64 else value.float()
+
+
+def _shared(weight: Tensor, count: int | None) -> int:
+    """How many keys heads [head, ...] have: a model from scratch repeats those that are shared."""
+    if count and count < len(weight) and len(weight) % count == 0:
+        times = len(weight) // count
+        if torch.equal(weight, weight[::times].repeat_interleave(times, 0)):
+            return count
+    return len(weight)
 
 
 def _tokens(value: Tensor, some: slice) -> Tensor:

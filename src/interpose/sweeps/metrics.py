@@ -320,7 +320,7 @@ class function(Metric):
 def _must_be_tokens(ids: Sequence[int], model: Any, what: str) -> None:
     """Refuse numbers that are no tokens; the model is looked at only where its config leaves a doubt."""
     config = getattr(model.module, "config", None)
-    if 0 <= min(ids) and max(ids) < (getattr(config, "vocab_size", None) or 0):
+    if min(ids) >= 0 and max(ids) < (getattr(config, "vocab_size", None) or 0):
         return
     count = model.cfg.d_vocab
     wrong = next((token for token in ids if not 0 <= token < (count or token + 1)), None)
