@@ -41,6 +41,7 @@ def ablation(
     positions: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
+    prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> ip.Scores:
     """How far the metric moves without each unit: below zero, the unit was needed.
@@ -71,9 +72,12 @@ def ablation(
         positions: which; by default all.
         batch_size: how many texts run together, at most.
         max_rows: how many rows of a sweep run together, at most; by default as many as fit.
+        prepend_bos: as in ``to_tokens``, for texts.
         progress: show a bar.
     """
-    rows = _rows(model, texts)
+    rows = _rows(model, texts, prepend_bos)
+    if reference is not None:
+        reference = _rows(model, reference, prepend_bos)
     options, how = _replacement(model, rows, site, by, reference, per_position, seed, batch_size)
     found = ip.sweep(
         model,
@@ -100,10 +104,10 @@ def ablation(
     return _scores(found, {**how, **fixed})
 
 
-def _rows(model: Any, texts: Any) -> list[list[int]]:
+def _rows(model: Any, texts: Any, prepend_bos: bool | None) -> list[list[int]]:
     """The tokens of each text, in the order they were given."""
     found: dict[int, list[int]] = {}
-    for batch in ip.batches(model, texts):
+    for batch in ip.batches(model, texts, prepend_bos=prepend_bos):
         found.update(zip(batch.numbers, batch.clean.tolist()))
     return [found[number] for number in sorted(found)]
 
@@ -125,7 +129,7 @@ def _replacement(
         raise ValueError("reference goes with by='mean' or by='resample'; by='zero' needs none.")
     if by != "mean" and per_position is not None:
         raise ValueError(f"per_position goes with by='mean'; got by={by!r}.")
-    others = rows if reference is None else _rows(model, reference)
+    others = rows if reference is None else reference
     if by == "zero":
         return {"edit": ip.zero}, {"by": by}
     if by == "mean":

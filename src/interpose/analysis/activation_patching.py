@@ -58,6 +58,7 @@ def activation_patching(
     positions: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
+    prepend_bos: bool | None = None,
     progress: bool = False,
 ) -> ip.SweepResult:
     """How much of the way from one run to the other each place goes, as a sweep's result.
@@ -87,6 +88,7 @@ def activation_patching(
         positions: which; by default all.
         batch_size: how many pairs run together, at most.
         max_rows: how many rows run together, at most; by default as many as fit.
+        prepend_bos: as in ``to_tokens``, for texts.
         progress: show a bar.
     """
     if family not in FAMILIES:
@@ -110,6 +112,7 @@ def activation_patching(
         "positions": positions,
         "batch_size": batch_size,
         "max_rows": max_rows,
+        "prepend_bos": prepend_bos,
         "progress": progress,
     }
     if len(sites) == 1:

@@ -38,6 +38,7 @@ def attention_knockout(
     heads: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int = 64,
+    prepend_bos: bool | None = None,
 ) -> ip.Scores:
     """How far the metric moves when queries cannot see keys in the layers around each layer.
 
@@ -64,6 +65,7 @@ def attention_knockout(
         heads: which no longer see; by default all.
         batch_size: how many texts run together, at most.
         max_rows: how many rows (texts times cuts) run together, at most; the texts of a cut always do.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
     if axes not in (("layer",), ("layer", "key")):
@@ -74,7 +76,7 @@ def attention_knockout(
         raise ValueError(
             "say which keys are not seen: key=..., or each by itself: over=('layer', 'key')."
         )
-    batches = ip.batches(model, text, batch_size=batch_size)
+    batches = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
     there = [model.hook_dict[name].layer() for name in model.sites.select(["attn_scores"])]
     layers = chosen_layers(layers, there, len(model.blocks), "attention")
     windows = [

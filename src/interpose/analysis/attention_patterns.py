@@ -156,6 +156,7 @@ def attention_patterns(
     *,
     layers: Layers = None,
     heads: int | Sequence[int] | None = None,
+    prepend_bos: bool | None = None,
 ) -> AttentionPatterns:
     """The attention probabilities of every head on one text, [layer, head, query, key].
 
@@ -170,9 +171,10 @@ def attention_patterns(
         text: one text, or its tokens [pos] or [1, pos].
         layers: which; by default all that have attention. Only these compute their patterns explicitly.
         heads: which; by default all.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
     one = isinstance(text, Sequence) and all(isinstance(token, int) for token in text)
-    batch, *more = ip.batches(model, [text] if one else text, batch_size=1)
+    batch, *more = ip.batches(model, [text] if one else text, batch_size=1, prepend_bos=prepend_bos)
     if more:
         raise ValueError(
             f"attention_patterns draws one text; got {1 + len(more)}. Call it once for each."

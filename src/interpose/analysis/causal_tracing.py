@@ -41,6 +41,7 @@ def causal_tracing(
     layers: Layers = None,
     positions: Sequence[int] | None = None,
     max_rows: int = 128,
+    prepend_bos: bool | None = None,
 ) -> ip.Scores:
     """How much of the answer comes back when one clean value is restored: [layer, pos], the mean over noises.
 
@@ -70,10 +71,11 @@ def causal_tracing(
         layers: which layers are in the middle of windows; by default all.
         positions: which; by default all.
         max_rows: how many rows (positions times noises) run together, at most; the noises of a position always do.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
     if samples < 1 or window < 1:
         raise ValueError(f"samples and window are at least 1; got {samples} and {window}.")
-    one = _alone(ip.batches(model, text))
+    one = _alone(ip.batches(model, text, prepend_bos=prepend_bos))
     (blurred,) = one.positions(subject)
     if not blurred:
         raise ValueError(f"the subject has no positions: {subject!r}.")

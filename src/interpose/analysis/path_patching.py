@@ -41,6 +41,7 @@ def path_patching(
     mlps: str = "live",
     batch_size: int = 16,
     max_rows: int = 64,
+    prepend_bos: bool | None = None,
 ) -> ip.Scores:
     """How far the metric moves when receivers hear a head's value from the corrupted text, and nobody else does.
 
@@ -67,6 +68,7 @@ def path_patching(
         mlps: ``live`` or ``frozen``: whether MLPs on the way are recomputed or held at their clean values.
         batch_size: how many pairs run together, at most.
         max_rows: how many rows (pairs times senders) run together, at most; the pairs of a sender always do.
+        prepend_bos: as in ``to_tokens``, for texts.
     """
     if mlps not in ("live", "frozen"):
         raise ValueError(f"mlps is 'live' or 'frozen'; got {mlps!r}.")
@@ -77,7 +79,7 @@ def path_patching(
     wanted = everyone if senders is None else _senders(model, senders)
     hearing = [] if receivers == "logits" else _hearing(model, receivers)
     end = max((layer for layer, _, _ in hearing), default=len(layers))
-    batches = ip.batches(model, clean, corrupt, batch_size=batch_size)
+    batches = ip.batches(model, clean, corrupt, batch_size=batch_size, prepend_bos=prepend_bos)
     each = torch.zeros(len(wanted), batches[0].total, device="cpu")
     ends, forwards = torch.zeros(2, batches[0].total, device="cpu"), 0
     for batch in batches:
