@@ -73,9 +73,7 @@ def attention_knockout(
     if window < 1:
         raise ValueError(f"window is at least 1; got {window}.")
     if key is None and "key" not in axes:
-        raise ValueError(
-            "say which keys are not seen: key=..., or each by itself: over=('layer', 'key')."
-        )
+        raise ValueError("say which keys are not seen: key=..., or over=('layer', 'key') for each.")
     batches = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
     there = [model.hook_dict[name].layer() for name in model.sites.select(["attn_scores"])]
     layers = chosen_layers(layers, there, len(model.blocks), "attention")
