@@ -61,6 +61,7 @@ def by_hand(model: Any, base: torch.Tensor, cache: ip.Cache) -> dict[str, torch.
             found[f"attn_head_{kind}_{places}"] = single[..., :heads]
     if there(model, "resid_mid"):
         found["resid_mid"] = run("resid_mid")
+    found["attn_head_pattern_dest_src_pos"] = run("attn_head_pattern_dest_src_pos")
     return found
 
 
@@ -222,3 +223,34 @@ def test_chosen_heads_that_keys_and_values_lack_are_nan() -> None:
     for wrong in ([], [4]):
         with pytest.raises(IndexError, match="heads: there are 4"):
             ip.activation_patching(model, clean, corrupt, heads=wrong, **options)
+
+
+def test_single_numbers_of_patterns_know_whose_answer_is_whose() -> None:
+    model = pocket()
+    clean = ["When Mary and John ate, John gave it to", "When Anna and Tom ate, Tom gave it to"]
+    corrupt = ["When Mary and John ate, Mary gave it to", "When Anna and Tom ate, Anna gave it to"]
+    family = "attn_head_pattern_dest_src_pos"
+    both = ip.activation_patching(
+        model,
+        clean,
+        corrupt,
+        metric=ip.metrics.logit_difference([" Mary", " Anna"], [" John", " Tom"]),
+        family=family,
+        layers=[6],
+        positions=[-1],
+    )
+    assert list(both.axes) == ["layer", "head", "pos", "key"]
+    for number, names in enumerate(((" Mary", " John"), (" Anna", " Tom"))):
+        alone = ip.activation_patching(
+            model,
+            clean[number],
+            corrupt[number],
+            metric=ip.metrics.logit_difference(*names),
+            family=family,
+            layers=[6],
+            positions=[-1],
+        )
+        assert torch.allclose(both.each[..., number], alone.each[..., 0], atol=1e-4)
+        assert torch.allclose(both.clean[:, number], alone.clean[:, 0], atol=1e-4)
+    assert both.tally.forwards >= 2 * alone.tally.forwards - 2
+    assert float(both.effect.abs().max()) > 0.05

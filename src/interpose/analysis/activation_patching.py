@@ -11,7 +11,8 @@ Each family below is a sweep: which sites, and over which axes. The names are th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attn_head_v_by_pos": (("v",), _BY_POS),
     "attn_head_pattern_by_pos": (("pattern",), _BY_POS),
     "attn_head_by_pos_every": (_HEAD, ("site", *_BY_POS)),
+    "attn_head_pattern_dest_src_pos": (("pattern",), ("layer", "head", "pos", "key")),
 }
 
 
@@ -115,6 +117,8 @@ def activation_patching(
         "prepend_bos": prepend_bos,
         "progress": progress,
     }
+    if "key" in axes:
+        return _by_key(model, clean, corrupt, options)
     if len(sites) == 1:
         return ip.sweep(model, clean, corrupt, site=sites[0], **options)
     found = {}
@@ -123,6 +127,72 @@ def activation_patching(
         if options["heads"] != [] or heads == []:
             found[site] = ip.sweep(model, clean, corrupt, site=site, **options)
     return _together(sites, found)
+
+
+def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip.SweepResult:
+    """Single numbers of patterns: a sweep over queries for each key that they can see, pair by pair."""
+    asked = options.pop("positions")
+    said = {**options, "over": ("layer", "head", "pos")}
+    parts = []
+    for batch in ip.batches(
+        model, clean, corrupt, batch_size=1, prepend_bos=said.pop("prepend_bos")
+    ):
+        length = batch.clean.shape[1]
+        queries = list(range(length) if asked is None else batch.positions(asked)[0])
+        source = batch.clean if options["direction"] == "denoise" else batch.corrupt
+        with torch.no_grad():
+            _, cache = model.run_with_cache(source, names_filter="pattern", return_type=None)
+        said |= {"metric": _of_example(options["metric"], batch.numbers[0]), "positions": queries}
+        pair = (batch.clean, batch.corrupt)
+        swept = [
+            ip.sweep(
+                model, *pair, site="pattern", edit=functools.partial(_number, cache, key), **said
+            )
+            for key in range(length)
+        ]
+        whole = torch.stack([one.each for one in swept], -2)  # [metric, layer, head, query, key, 1]
+        axes = {**swept[0].axes, "key": list(range(length))}
+        made = dataclasses.replace(swept[0], each=whole, axes=axes, tally=_counted(swept), edit="")
+        parts.append((batch.numbers[0], made))
+    parts.sort(key=lambda part: part[0])
+    found = [part for _, part in parts]
+    if len({len(part.axes["key"]) for part in found}) > 1:
+        raise ValueError("the texts have different lengths, so that keys are not the same places.")
+    ends: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in found], -1)
+        for name in ("each", "clean", "corrupt")
+    }
+    named = options["metric"].values() if found[0].several else [options["metric"]]
+    return dataclasses.replace(
+        found[0],
+        tokens=found[0].tokens if len(found) == 1 else None,
+        tally=_counted(found),
+        measured=tuple(map(ip.metrics.label, named)),
+        **ends,
+    )
+
+
+def _of_example(metric: Any, number: int) -> Any:
+    """A metric of one example: of tokens that were given for each, its own."""
+    if isinstance(metric, Mapping):
+        return {name: _of_example(one, number) for name, one in metric.items()}
+    if not dataclasses.is_dataclass(metric) or isinstance(metric, type):
+        return metric
+    said = {option.name: getattr(metric, option.name) for option in dataclasses.fields(metric)}
+    lists = {name: value for name, value in said.items() if isinstance(value, (list, tuple))}
+    return dataclasses.replace(metric, **{name: value[number] for name, value in lists.items()})
+
+
+def _counted(swept: Sequence[ip.SweepResult]) -> Any:
+    """What several sweeps took together."""
+    counts = ("forwards", "token_layers", "one_per_cell")
+    total = {name: sum(getattr(one.tally, name) for one in swept) for name in counts}
+    return dataclasses.replace(swept[0].tally, **total)
+
+
+def _number(cache: Any, key: int, site: str, **place: Any) -> ip.Edit:
+    """One number of a head's pattern, from another run."""
+    return ip.patch(site, cache, at=(..., key), **place)
 
 
 def _heads(model: Any, site: str, heads: Any) -> list[int] | None:
@@ -149,18 +219,12 @@ def _together(sites: Sequence[str], found: dict[str, ip.SweepResult]) -> ip.Swee
     nowhere = torch.full_like(next(iter(wide.values())), torch.nan)
     # [metric, site, *axes, example]
     each = torch.stack([wide.get(site, nowhere) for site in sites], 1)
-    tally = dataclasses.replace(
-        swept[0].tally,
-        forwards=sum(one.tally.forwards for one in swept),
-        token_layers=sum(one.tally.token_layers for one in swept),
-        one_per_cell=sum(one.tally.one_per_cell for one in swept),
-    )
     loudest = max(swept, key=lambda one: one.noise_floor)
     return dataclasses.replace(
         loudest,
         axes={"site": list(sites), **axes},
         each=each,
-        tally=tally,
+        tally=_counted(swept),
         sites=tuple(sites),
     )
 
