@@ -184,7 +184,7 @@ def test_a_norm_that_is_not_as_it_seems_is_refused(monkeypatch: pytest.MonkeyPat
 
     def wrong(run: Any, like: Tensor) -> wirings.Norm:
         norm = true(run, like)
-        return wirings.Norm(norm.factor * 1.01, norm.centred)
+        return wirings.Norm(norm.factor * 1.01, norm.summand, norm.centred)
 
     monkeypatch.setattr(wirings.Norm, "of", wrong)
     with pytest.raises(ip.Unsupported, match=r"do not add up at 'blocks.0.hook_attn_in'"):

@@ -131,3 +131,13 @@ def test_long_lists_of_tokens_are_cut_in_titles() -> None:
     )
     assert ip.metrics.label(ip.metrics.logit(" Mary", pos=3)) == "logit(' Mary', pos=3)"
     assert ip.metrics.label(len) == "len"
+
+
+def test_a_result_says_what_all_its_places_have(model: ip.TransformerModel) -> None:
+    found = sweep(model, site="z", over="layer", heads=-1, positions=[9])
+    assert found.fixed == {"head": 5, "pos": 9}
+    assert "z at head 5 at pos 9 patched, by layer (7)" in repr(found)
+    assert ip.SweepResult.from_dict(found.to_dict()).fixed == found.fixed
+    assert sweep(model).fixed == {}
+    ablated = ip.ablation(model, CLEAN, metric=LEAD, positions=-1)
+    assert ablated.protocol["pos"] == 13

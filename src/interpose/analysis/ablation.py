@@ -94,14 +94,7 @@ def ablation(
         max_rows=max_rows,
         progress=progress,
     )
-    chosen = {"heads": heads, "neurons": neurons, "positions": positions, "layers": layers}
-    axes = {"heads": "head", "neurons": "neuron", "positions": "pos", "layers": "layer"}
-    fixed = {
-        name: some
-        for name, some in chosen.items()
-        if some is not None and axes[name] not in found.axes
-    }
-    return _scores(found, {**how, **fixed})
+    return _scores(found, how)
 
 
 def _rows(model: Any, texts: Any, prepend_bos: bool | None) -> list[list[int]]:
@@ -220,6 +213,7 @@ def _scores(found: ip.SweepResult, how: dict[str, Any]) -> ip.Scores:
         protocol={
             "metric": found.measured[0],
             "unablated": float(found.clean.mean()),
+            **found.fixed,
             **how,
             "forwards": found.tally.forwards,
             **({"noise floor": found.noise_floor} if found.noise_floor else {}),

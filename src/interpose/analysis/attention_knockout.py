@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.layers import Layers, chosen_layers, sites_in
 
 _EVIDENCE = (
     "Evidence that the metric needs what these queries read from these keys in these layers; not that all of it goes "
@@ -75,8 +75,8 @@ def attention_knockout(
     if key is None and "key" not in axes:
         raise ValueError("say which keys are not seen: key=..., or over=('layer', 'key') for each.")
     batches = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
-    there = [model.hook_dict[name].layer() for name in model.sites.select(["attn_scores"])]
-    layers = chosen_layers(layers, there, len(model.blocks), "attention")
+    there = sites_in(model, "attn_scores", None, "attention")
+    layers = chosen_layers(layers, list(there), len(model.blocks), "attention")
     windows = [
         [n for n in range(layer - window // 2, layer + (window + 1) // 2) if n in there]
         for layer in layers
@@ -170,22 +170,9 @@ class _Cuts:
 
         times = len(edges) + 1
         hooks = [(("attn_scores", layer), blind) for layer in layers]
-        tokens = self.batch.clean.repeat(times, 1)
         self.forwards += 1
         stream = self.streams["resid_pre", layers[0]]
-        try:
-            if stream.ndim != 3:
-                raise ip.Unsupported("several streams")
-            logits = self.model.run_with_hooks(
-                stream.repeat(times, 1, 1),
-                start_at_layer=layers[0],
-                fwd_hooks=hooks,
-                return_type="logits",
-                **self.model.prepare(tokens),  # with their mask, where they are padded
-                **self.last,
-            )
-        except ip.Unsupported:  # blocks that read more than the stream: from the beginning
-            logits = self.model.run_with_hooks(tokens, fwd_hooks=hooks, **self.last)
+        logits = self.batch.run_from(layers[0], stream, times=times, fwd_hooks=hooks, **self.last)
         found = torch.stack([self.measure(part) for part in logits.split(len(self.batch))])
         return found[1:] - found[0]
 

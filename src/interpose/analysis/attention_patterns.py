@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
 import interpose as ip
-from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.layers import Layers, sites_in
 from interpose.render import colours, png
 from interpose.render.html import image
 from interpose.render.text import table
@@ -179,14 +179,12 @@ def attention_patterns(
         raise ValueError(
             f"attention_patterns draws one text; got {1 + len(more)}. Call it once for each."
         )
-    every = {model.sites[name].layer: name for name in model.sites.select("pattern")}
-    wanted = chosen_layers(layers, list(every), len(model.blocks), "attention")
-    chosen = {every[layer]: model.sites[every[layer]] for layer in wanted}
+    chosen = sites_in(model, "pattern", layers, "attention")
     with torch.no_grad():
         _, cache = model.run_with_cache(
-            batch.clean, names_filter=list(chosen), remove_batch_dim=True, return_type=None
+            batch.clean, names_filter=list(chosen.values()), remove_batch_dim=True, return_type=None
         )
-    found = [cache[name].cpu() for name in chosen]  # each [head, query, key]
+    found = [cache[name].cpu() for name in chosen.values()]  # each [head, query, key]
     sizes = {len(pattern) for pattern in found}
     if len(sizes) > 1:
         raise ip.Unsupported(
@@ -200,7 +198,7 @@ def attention_patterns(
         title=f"Attention patterns of {len(found)} layers, {len(positions)} tokens",
         values=values,
         axes={
-            "layer": [site.layer for site in chosen.values()],
+            "layer": list(chosen),
             "head": numbers,
             "query": positions,
             "key": positions,

@@ -122,7 +122,7 @@ class _Trace:
         size: float,
         seed: int,
     ) -> None:
-        self.model, self.tokens, self.site = model, batch.clean, site
+        self.batch, self.site = batch, site
         self.last = batch.last_logits(metric)
         sites = [site, "resid_pre"]
         logits, self.kept = model.run_with_cache(batch.clean[:1], names_filter=sites, **self.last)
@@ -146,7 +146,7 @@ class _Trace:
 
     def restored(self, layers: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The metric of noisy runs with clean values back in some layers, at each position: [pos, sample]."""
-        samples, times = len(self.tokens), len(positions)
+        samples, times = len(self.batch), len(positions)
         places = torch.tensor(positions, device="cpu").repeat_interleave(samples)
         rows = torch.arange(times * samples, device="cpu")  # position by position
 
@@ -154,22 +154,10 @@ class _Trace:
             value[rows, places] = self.kept[self.site, hook.layer()][0, places].to(value)
 
         hooks = [((self.site, layer), restore) for layer in layers]
-        tokens = self.tokens.repeat(times, 1)
         self.forwards += 1
         stream = self.streams["resid_pre", layers[0]]
-        try:
-            if stream.ndim != 3:
-                raise ip.Unsupported("several streams")
-            logits = self.model.run_with_hooks(
-                stream.repeat(times, 1, 1),
-                start_at_layer=layers[0],
-                fwd_hooks=hooks,
-                return_type="logits",
-                **self.model.prepare(tokens),  # with their mask, where they are padded
-                **self.last,
-            )
-        except ip.Unsupported:  # blocks that read more than the stream: from the beginning
-            logits = self.model.run_with_hooks(tokens, fwd_hooks=[self.blur, *hooks], **self.last)
+        given = {"times": times, "fwd_hooks": hooks, "before": [self.blur], **self.last}
+        logits = self.batch.run_from(layers[0], stream, **given)
         return torch.stack([self.measure(part) for part in logits.split(samples)])
 
     def protocol(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.norms import Norm
 from interpose.render.labelled import Labelled
 
 _WAYS = ("component", "layer", "head", "neuron")
@@ -275,39 +276,19 @@ def _before(
     """
     name, part = norm
     scale = seen.get(f"{name}.hook_scale")
-    factor, summand, centred = torch.ones_like(x[0]), torch.zeros_like(x[0]), False
+    formula = Norm(torch.ones_like(x[0]), torch.zeros_like(x[0]), False)
     if scale is None:
         scale = torch.ones_like(x[:, :1])
     else:
-        factor, summand, centred = _norm(part, x.shape[-1])
-    middle = x - x.mean(-1, keepdim=True) if centred else x
-    times = _ratio(y, middle / scale * factor + summand)
+        formula = Norm.of(part, x)
+    times = _ratio(y, formula.straight(x) / scale * formula.factor + formula.summand)
     if times is None:
         raise ip.Unsupported(
             f"what is read behind {name!r} is not a norm of what goes in, with a scale that is known, times a number: "
             "it cannot be taken apart. What is not known of norms is in model.sites.absent."
         )
-    inner = direction * factor
-    inner = inner - inner.mean(-1, keepdim=True) if centred else inner
-    return inner / scale * times, direction @ summand * times
-
-
-def _norm(part: Any, width: int) -> tuple[Tensor, Tensor, bool]:
-    """What a norm multiplies with and adds, each [d_model], and whether it takes off the mean: found by running it."""
-    module = getattr(part, "module", part)
-    like = next(module.parameters(), torch.zeros(0))
-    signs = torch.ones(width, device=like.device, dtype=like.dtype)
-    signs[1::2] = -1
-
-    def run(x: Tensor) -> Tensor:  # large, so that the epsilon does not matter
-        found: Tensor = module.forward(64 * x[None, None])
-        return found[0, 0].float()
-
-    up, down = run(signs), run(-signs)
-    centred = torch.allclose(run(signs + 1), up, rtol=1e-3, atol=1e-3 * float(up.abs().max()))
-    core = signs.float() - signs.float().mean() if centred else signs.float()
-    core = core / core.square().mean().sqrt()
-    return (up - down) / (2 * core), (up + down) / 2, centred
+    inner = formula.straight(direction * formula.factor)
+    return inner / scale * times, direction @ formula.summand * times
 
 
 def _ratio(whole: Tensor, part: Tensor, room: float = 5e-3) -> float | None:

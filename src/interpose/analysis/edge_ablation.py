@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 import interpose as ip
-from interpose.analysis.wiring import INPUT, Layer, Values, Wiring, forward_of, wide
+from interpose.analysis.norms import wide
+from interpose.analysis.wiring import INPUT, Layer, Values, Wiring, forward_of
 
 Hook = tuple[str, Callable[..., Tensor | None]]
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.analysis.gradient_attribution import must_have_gradient
-from interpose.analysis.wiring import INPUT, Graph, Layer, Wiring, same, wide, wiring
+from interpose.analysis.norms import Norm, wide
+from interpose.analysis.wiring import INPUT, Graph, Layer, Wiring, same, wiring
 from interpose.render.labelled import Labelled
 
 _MOST = 2**25  # numbers of writers and readers held at a time
@@ -362,7 +363,7 @@ def _pulled(
         made[-1] = _rows(grads[layer.mlp_site], steps, some) / scale
     if layer.norm:
         x = _rows(values[stream], steps, some)
-        layer.norm.pull(made.flatten(1, 2), x.flatten(0, 1), scale.flatten(0, 1))
+        _pull(layer.norm, made.flatten(1, 2), x.flatten(0, 1), scale.flatten(0, 1))
     few = slice(-_PROVEN, None)
     same(made[:, :, few].sum(0), whole[:, few], stream, grads[stream].dtype)
     heads = made.sum(1) if steps > 1 else made[:, 0]
@@ -375,3 +376,22 @@ def _pulled(
 def _rows(value: Tensor, steps: int, some: slice) -> Tensor:
     """Some tokens of a value [step * batch, pos, ...], as [step, token, ...]."""
     return wide(value.unflatten(0, (steps, -1)).flatten(1, 2)[:, some])
+
+
+def _pull(norm: Norm, grads: Tensor, x: Tensor, scale: Tensor) -> None:
+    """Turn gradients behind a norm, divided by its scale, into those before it; in place.
+
+    The part along the normalised stream, and the mean, cannot be moved by anything before the norm.
+
+    Args:
+        norm: which.
+        grads: [reader, token, d_model].
+        x: what the norm takes, [token, d_model].
+        scale: what it divides by, [token, 1].
+    """
+    fixed = (norm.straight(x) / scale)[:, None]  # [token, 1, d_model]
+    if norm.centred:
+        fixed = torch.cat([fixed, torch.ones_like(fixed)], 1)
+    rows = grads.mul_(norm.factor).transpose(0, 1)  # [token, reader, d_model]
+    along = torch.bmm(rows, fixed.mT) / x.shape[-1]
+    rows.baddbmm_(along, fixed, alpha=-1)

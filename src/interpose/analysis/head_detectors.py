@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.layers import Layers, sites_in
 
 Pattern = Tensor | Callable[[Tensor], Tensor]
 """Which keys each query should look at, [query, key]; or a function that says so of a text's tokens [pos]."""
@@ -70,13 +70,11 @@ def head_scores(
     texts = text
     if text is None:
         texts = _said_again(model, length, repeats, batch, seed, prepend_bos)
-    every = {model.sites[name].layer: name for name in model.sites.select("pattern")}
-    chosen = chosen_layers(layers, list(every), len(model.blocks), "attention")
-    sites = {every[layer]: model.sites[every[layer]] for layer in chosen}
+    sites = sites_in(model, "pattern", layers, "attention")
     total, queries, forwards = torch.zeros(1, 1, dtype=torch.float64, device="cpu"), 0, 0
     for part in ip.batches(model, texts, prepend_bos=prepend_bos):
         wanted = torch.stack([_wanted(kind, row) for row in part.clean])  # [example, query, key]
-        total = total + _paid(model, part.clean, wanted, list(sites))
+        total = total + _paid(model, part.clean, wanted, list(sites.values()))
         queries, forwards = queries + int((wanted != 0).any(-1).sum()), forwards + 1
     if not queries:
         looked = KINDS[kind] if isinstance(kind, str) else "what the pattern wants"
@@ -89,7 +87,7 @@ def head_scores(
         title=f"Attention to {KINDS[kind] if isinstance(kind, str) else 'the wanted keys'}",
         values=(total / queries).float(),
         axes={
-            "layer": [site.layer for site in sites.values()],
+            "layer": list(sites),
             "head": list(range(total.shape[1])),
         },
         unit="share of attention",

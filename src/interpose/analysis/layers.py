@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 Layers = int | slice | Sequence[int] | None
 """A layer (negative from the end), several, a slice; None for all."""
@@ -31,3 +32,16 @@ def chosen_layers(layers: Layers, there: Sequence[int], count: int, what: str) -
     if missing := [one for one in found if one not in there]:
         raise IndexError(f"{what} is in layers {list(there)}, and not in layer {missing[0]}.")
     return found
+
+
+def sites_in(model: Any, kind: str, layers: Layers, what: str) -> dict[int, str]:
+    """The sites of a kind by the layers that were asked for.
+
+    Args:
+        model: whose.
+        kind: of site, such as ``pattern``.
+        layers: which.
+        what: what the sites are, for errors.
+    """
+    there = {model.sites[name].layer: name for name in model.sites.select(kind)}
+    return {n: there[n] for n in chosen_layers(layers, list(there), len(model.blocks), what)}

@@ -167,21 +167,9 @@ class _Paths:
     def _run(self, layer: int, times: int, hooks: list[Any], keep: list[Any] | None = None) -> Any:
         """Logits of the clean text with hooks, once for each sender; or the values at some sites, as far as needed."""
         self.forwards += 1
-        run = self.model.run_with_hooks if keep is None else self.model.run_with_cache
-        given: dict[str, Any] = {"fwd_hooks": hooks, "return_type": "logits", **self.last}
-        if keep is not None:
-            given |= {"names_filter": keep, "return_type": None}
-        tokens = self.batch.clean.repeat(times, 1)
+        given = self.last if keep is None else {"names_filter": keep, **self.last}
         stream = self.clean["resid_pre", layer]
-        try:
-            if stream.ndim != 3:
-                raise ip.Unsupported("several streams")
-            # with the mask of tokens, where they are padded
-            begun = {"start_at_layer": layer, **self.model.prepare(tokens)}
-            found = run(stream.repeat(times, 1, 1), **begun, **given)
-        except ip.Unsupported:  # blocks that read more than the stream: from the beginning
-            found = run(tokens, **given)
-        return found if keep is None else found[1]
+        return self.batch.run_from(layer, stream, times=times, fwd_hooks=hooks, **given)
 
 
 def _told(hearing: list[Receiver], heard: Any) -> list[Any]:

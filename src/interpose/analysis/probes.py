@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.analysis.layers import Layers, chosen_layers
+from interpose.analysis.layers import Layers, sites_in
 from interpose.analysis.linear_fits import Affine, Data, Task, fitted, measures, predicted
 
 _KINDS = ("ridge", "logistic", "difference_of_means")
@@ -203,8 +203,7 @@ def probe(
     if stream and kind == "logistic":
         raise ValueError("a logistic probe needs all features at once: kind='ridge' can stream.")
     batches = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
-    there = [place.layer for place in model.sites.select(site).values()]
-    layers = chosen_layers(layers, there, len(model.blocks), repr(site))
+    layers = list(sites_in(model, site, layers, repr(site)))
     target, classes = _target(labels, batches[0].total, kind)
     pos = _positions(batches, pos)
     drawn = torch.Generator("cpu").manual_seed(seed)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.norms import Norm, wide
 
 RULES = ("norm", "activation", "gate", "attention")
 
@@ -99,57 +100,32 @@ def _norm(model: Any, found: Linearised, at: str, names: Any) -> None:
     if model.hook_dict[scale].module is not norm:
         found.put("norm", (scale, _detached))  # from scratch: the scale itself passes here
         return
-    factor, summand, centred = _formula(norm)
+    formula = Norm.of(norm, next(norm.parameters(), model.W_E))
 
     def held(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:  # noqa: ARG001
         x = args[0] if args else next(iter(kwargs.values()))
-        made: Tensor = _HeldNorm.apply(output.detach(), x, factor, summand, centred)  # type: ignore[no-untyped-call]
+        made: Tensor = _HeldNorm.apply(output.detach(), x, formula)  # type: ignore[no-untyped-call]
         return made
 
     found.put("norm", (name, ip.torch_hook(held)))
-
-
-@torch.no_grad()
-def _formula(module: Any) -> tuple[Tensor, Tensor, bool]:
-    """What a norm multiplies with and adds, each [d_model], and whether it takes off the mean: found by running it.
-
-    A norm's weight is not always its factor (gemma adds 1). Its bare forward is called, so that no hook hears it.
-    """
-    weight = next(module.parameters(), None)
-    width = weight.shape[-1] if weight is not None else module.normalized_shape[-1]
-    like = weight if weight is not None else torch.empty(0)
-    signs = torch.ones(1, 1, width, dtype=like.dtype, device=like.device)
-    signs[..., 1::2] = -1
-    # Ten is so large that epsilon is nothing beside it, and small enough for 16 bits.
-    up, down, raised = (
-        module.forward(x).float() for x in (10 * signs, -10 * signs, 10 * signs + 10)
-    )
-    centred = bool((raised - up).abs().max() < 0.1 * (up - down).abs().max())
-    core = (signs - signs.mean() if centred else signs).float()
-    factor = (up - down) / 2 / core * core.square().mean().sqrt()
-    return factor[0, 0], ((up + down) / 2)[0, 0], centred
 
 
 class _HeldNorm(torch.autograd.Function):
     """A norm's output as it is; its gradient with the scale as a constant."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, factor: Tensor, summand: Tensor, centred: bool
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, norm: Norm) -> Tensor:
         # y = factor * x / scale + summand: the scale is how much longer the one side is than the other.
-        core = factor * (x - x.mean(-1, keepdim=True) if centred else x).float()
-        size = (y.float() - summand).norm(dim=-1, keepdim=True)
-        ctx.save_for_backward(factor * size / core.norm(dim=-1, keepdim=True).clamp_min(1e-30))
-        ctx.centred = centred
+        core = norm.factor * wide(norm.straight(x))
+        size = (wide(y) - norm.summand).norm(dim=-1, keepdim=True)
+        ctx.save_for_backward(norm.factor * size / core.norm(dim=-1, keepdim=True).clamp_min(1e-30))
+        ctx.norm = norm
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (slope,) = ctx.saved_tensors
-        moved = grad.float() * slope
-        moved = moved - moved.mean(-1, keepdim=True) if ctx.centred else moved
-        return None, moved.to(grad.dtype), None, None, None
+        return None, ctx.norm.straight(wide(grad) * slope).to(grad.dtype), None
 
 
 # MLPs.

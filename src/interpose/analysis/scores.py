@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from interpose.analysis.result import number
+from interpose.render.frame import data_frame
 from interpose.render.html import html_table, page, write
 from interpose.render.labelled import Labelled, printable
 from interpose.render.svg import picture
@@ -146,15 +146,7 @@ class Scores:
 
     def to_pandas(self) -> Any:
         """A pandas data frame with a row for each place."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_pandas makes a pandas data frame: pip install pandas. Without it, `records()` has the same rows "
-                "as dictionaries.",
-                name="pandas",
-            ) from error
-        return pandas.DataFrame(list(self.records()))
+        return data_frame(self.records())
 
     # Data.
 

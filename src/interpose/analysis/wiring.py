@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.norms import Norm, wide
 
 Edge = tuple[str, str]
 """A writer and a reader, by their names."""
@@ -76,52 +77,6 @@ class Graph:
             if used.intersection(feeds[reader]):
                 used.add(writer)
         return [(w, r) for w, r in left if w in fed and used.intersection(feeds[r])]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """A norm as ``factor * straight(x) / scale + summand``."""
-
-    factor: Tensor
-    centred: bool
-
-    @classmethod
-    def of(cls, run: Callable[[Tensor], Tensor], like: Tensor) -> Norm:
-        """Measured, for a norm's weight is not always its factor (gemma adds 1).
-
-        Args:
-            run: the norm.
-            like: a weight with the width, dtype and device of the stream in its last axis.
-        """
-        signs = torch.ones(like.shape[-1], device=like.device, dtype=like.dtype)
-        signs[1::2] = -1
-        large = 1000 * signs  # no epsilon counts beside it
-        with torch.no_grad():
-            up, down, shifted = (wide(run(x[None, None])) for x in (large, -large, large + 2000))
-        centred = bool((up - shifted).abs().max() < 0.05 * (up - down).abs().max())
-        core = wide(signs) - wide(signs).mean() if centred else wide(signs)
-        return cls(((up - down) / 2 / core * core.square().mean().sqrt())[0, 0], centred)
-
-    def straight(self, x: Tensor) -> Tensor:
-        """Without its mean, where the norm takes that off."""
-        return x - x.mean(-1, keepdim=True) if self.centred else x
-
-    def pull(self, grads: Tensor, x: Tensor, scale: Tensor) -> None:
-        """Turn gradients behind the norm, divided by its scale, into those before it; in place.
-
-        The part along the normalised stream, and the mean, cannot be moved by anything before the norm.
-
-        Args:
-            grads: [reader, token, d_model].
-            x: what the norm takes, [token, d_model].
-            scale: what it divides by, [token, 1].
-        """
-        fixed = (self.straight(x) / scale)[:, None]  # [token, 1, d_model]
-        if self.centred:
-            fixed = torch.cat([fixed, torch.ones_like(fixed)], 1)
-        rows = grads.mul_(self.factor).transpose(0, 1)  # [token, reader, d_model]
-        along = torch.bmm(rows, fixed.mT) / x.shape[-1]
-        rows.baddbmm_(along, fixed, alpha=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -291,9 +246,7 @@ def wiring(model: Any) -> Wiring:
         heads, first = len(attn.W_Q), len(writers)
         shared = _shared(attn.W_K, cfg.n_key_value_heads)
         norms = [
-            Norm.of(forward_of(getattr(block, name)), attn.W_O)
-            if f"{at}{name}.hook_scale" in there
-            else None
+            Norm.of(getattr(block, name), attn.W_O) if f"{at}{name}.hook_scale" in there else None
             for name in ("ln1", "ln1_post")
         ]
         layers.append(
@@ -345,11 +298,6 @@ def same(one: Tensor, other: Tensor, what: str, dtype: torch.dtype | None = None
             "readers that edges do not know of. Patch whole sites of this model instead: ip.attribution_patching, "
             "ip.activation_patching."
         )
-
-
-def wide(value: Tensor) -> Tensor:
-    """In float32 at least."""
-    return value if value.dtype == torch.float64 else value.float()
 
 
 def _shared(weight: Tensor, count: int | None) -> int:

@@ -61,6 +61,7 @@ def title(result: SweepResult) -> str:
     what = ", ".join(result.measured if not result.several else result.metrics) or "metric"
     axes = " x ".join(f"{name} ({len(entries)})" for name, entries in result.axes.items())
     where, sites = "", ", ".join(result.sites)
+    sites += "".join(f" at {name} {entry}" for name, entry in result.fixed.items())
     if sites:
         where = f"{result.edit} at {sites}, " if result.edit else f"{sites} patched, "
     count = "1 example" if result.examples == 1 else f"{result.examples} examples"

@@ -78,13 +78,16 @@ class Places:
             for axis in self.over
         }
 
-    def cells(self, axes: Mapping[str, Sequence[Any]], length: int) -> list[Cell]:
-        """All combinations of the axes' entries, each with what all places have."""
-        fixed = {
+    def fixed(self, length: int) -> dict[str, int]:
+        """What all places have, by axes that are not gone through."""
+        return {
             axis: self._entries(axis, length)[0]
             for axis, given in self.chosen.items()
             if given is not None and axis not in self.over
         }
+
+    def cells(self, axes: Mapping[str, Sequence[Any]], fixed: Mapping[str, int]) -> list[Cell]:
+        """All combinations of the axes' entries, each with what all places have."""
         resolve = functools.cache(self._resolved)
         found = []
         for entries in itertools.product(*axes.values()):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from interpose.render.frame import data_frame
 from interpose.render.html import write
 from interpose.render.svg import picture
 from interpose.sweeps import page
@@ -39,6 +39,7 @@ class SweepResult:
         noise_floors: in 16 bits, how far the size of a batch alone moves each metric.
         tokens: of the clean text, if there was one alone.
         sites: the kinds of sites that were changed.
+        fixed: what all places have, by axes that were not gone through: ``{"head": 3}``.
         measured: the metrics as they were written.
         edit: what was done at each place; nothing for patching.
     """
@@ -54,6 +55,7 @@ class SweepResult:
     noise_floors: tuple[float, ...]
     tokens: list[str] | None
     sites: tuple[str, ...] = ()
+    fixed: dict[str, int] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
     edit: str = ""
 
@@ -180,15 +182,7 @@ class SweepResult:
 
     def to_pandas(self, examples: bool = False) -> Any:
         """A pandas data frame with a row for each place; with ``examples``, for each example of it."""
-        try:
-            pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_pandas makes a pandas data frame: pip install pandas. Without it, `records()` has the same rows "
-                "as dictionaries.",
-                name="pandas",
-            ) from error
-        return pandas.DataFrame(list(self.records(examples)))
+        return data_frame(self.records(examples))
 
     # Data.
 

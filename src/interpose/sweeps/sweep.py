@@ -162,7 +162,8 @@ class _Sweep:
                 "Sweep over other axes, or give texts of one length."
             )
         axes = self.places.axes(lengths[0])
-        cells = self.places.cells(axes, lengths[0])
+        fixed = self.places.fixed(lengths[0])
+        cells = self.places.cells(axes, fixed)
         total = sum(len(part.numbers) for part in parts)
         shape = (len(self.metrics), len(cells), total)
         values, tally = torch.zeros(shape), Tally()
@@ -189,6 +190,7 @@ class _Sweep:
             noise_floors=tuple(floors.tolist()),
             tokens=self._tokens(parts),
             sites=tuple(self.places.sites),
+            fixed=fixed,
             measured=tuple(map(label, self.metrics.values())),
             edit="" if self.edit is None else type(_edit_at(self.edit, cells[0])).__name__,
         )
