@@ -410,12 +410,12 @@ def test_a_cache_key_names_the_same_tensor_to_a_hook_also_beside_a_part_called_o
 
 def test_a_name_follows_the_module_when_a_part_is_replaced():
     model = ip.wrap(nn.Sequential(OrderedDict(fc=nn.Linear(2, 2), act=nn.ReLU())))
-    assert isinstance(model.tree.site("act").module, nn.ReLU)
+    assert isinstance(model.sites["act"].module, nn.ReLU)
     model.module.act = nn.Tanh()
-    assert isinstance(model.tree.site("act").module, nn.Tanh)
+    assert isinstance(model.sites["act"].module, nn.Tanh)
     del model.module.act
     with pytest.raises(ip.SiteNotFound):
-        model.tree.site("act")
+        model.sites["act"]
 
 
 def test_a_compiled_module_is_named_with_and_without_the_wrapper():

@@ -175,10 +175,18 @@ class FrameStart(Listener):
             frame = frame_of(self.root)
             if frame.depth == 0 or calls_under_way(self.root) == 1:
                 # Not counting on `depth` alone: a forward that raised left it as it was.
+                self._renew()
                 frame = Frame()
                 frame.begin(self.model, call.value)
                 set_frame(self.root, frame)
             frame.depth += 1
+
+    def _renew(self) -> None:
+        """If the module has changed since hooks were put on it, let them listen where their sites are now."""
+        model, scope = self.model, self.scope
+        model.refresh()
+        for binding in model.standing_bindings() if scope is None else scope.bindings:
+            binding.renew(model.changes)
 
 
 class FrameEnd(Listener):

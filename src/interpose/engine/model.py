@@ -20,6 +20,7 @@ from interpose.engine.points import Handle, HookDict
 from interpose.engine.probe import scan
 from interpose.engine.recording import Recording
 from interpose.engine.scope import Scope, frames
+from interpose.engine.stamp import Stamp
 from interpose.engine.standing import HookItem, StandingHooks
 from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree
@@ -60,10 +61,26 @@ class Model(StandingHooks):
         self._contexts: dict[str, dict[Any, Any]] = {}
         self._seen: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._calls_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._stamp: Stamp | None = None
+        self.changes = 0
 
     def _make_tree(self, module: nn.Module) -> ModuleTree:
         """The names of this kind of model."""
         return ModuleTree(module)
+
+    def refresh(self) -> None:
+        """Forget what was found out about the module if it has changed since: see `Stamp`. Every hooked run does."""
+        if self._stamp is None or not self._stamp.holds():
+            known, self._stamp = self._stamp, Stamp(self.module)
+            if known is not None:
+                self.forget()
+
+    def forget(self) -> None:
+        """Find everything out anew, when it is next asked for."""
+        self.changes += 1
+        self.tree.forget()
+        self._seen.clear()
+        self._calls_of.clear()
 
     def whereabouts(self, arguments: Mapping[str, Any]) -> tuple[int, int | None]:  # noqa: ARG002
         """How many positions come before a forward pass with these arguments, and how many are the prompt's."""
@@ -112,6 +129,7 @@ class Model(StandingHooks):
     @property
     def sites(self) -> Sites:
         """What can be hooked, as a mapping from names to sites that prints as a folded tree."""
+        self.refresh()
         return Sites(self.tree, self._seen, self._calls_of)
 
     def scan(self, *args: Any, **kwargs: Any) -> Sites:
@@ -122,6 +140,7 @@ class Model(StandingHooks):
     @property
     def hook_dict(self) -> HookDict:
         """Hook points by name; takes every name a site has."""
+        self.refresh()
         return HookDict(self)
 
     # Runs.

@@ -12,6 +12,7 @@ from interpose.errors import SiteNotFound
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
+    from interpose.engine.scope import Binding
 
 
 class HookPoint:
@@ -165,21 +166,23 @@ class Handle:
     def __init__(
         self,
         hook: Hook,
-        direction: str,
-        canonicals: frozenset[str],
+        bindings: list[Binding],
         release: Callable[[Handle], None],
-        fired: Callable[[], int],
         *,
         is_permanent: bool = False,
         level: int | None = None,
     ) -> None:
         self.hook = hook
-        self.direction = direction
-        self.canonicals = canonicals
+        self.bindings = bindings
+        self.direction = bindings[0].direction if len(bindings) == 1 else "both"
         self.is_permanent = is_permanent
         self.level = level
         self._release = release
-        self._fired = fired
+
+    @property
+    def canonicals(self) -> frozenset[str]:
+        """The sites it is at, by canonical name."""
+        return frozenset(listener.site.canonical for listener in self.bindings[0].listeners)
 
     @property
     def id(self) -> str:
@@ -199,7 +202,7 @@ class Handle:
     @property
     def fired(self) -> int:
         """How often it has run."""
-        return self._fired()
+        return sum(binding.fired for binding in self.bindings)
 
     @property
     def enabled(self) -> bool:

@@ -43,14 +43,16 @@ class Recording(Scope):
     ) -> None:
         super().__init__(model, hooks)
         self.cut = cut
+        self.wanted = wanted
         self.pieces: dict[str, list[Piece]] = {}
-        reads = Binding(Engine("the cache"), "fwd")
-        reads.listeners = [
-            Capturing(model, site, self, outright=outright, sink=self)
-            for site, outright in model.tree.select(wanted)
-        ]
-        self.bindings.append(reads)
+        self.bindings.append(Binding(Engine("the cache"), "fwd", self._reads, model.changes))
         self._cache = Cache(spelling=model.tree.spelling)
+
+    def _reads(self) -> list[Capturing]:
+        return [
+            Capturing(self.model, site, self, outright=outright, sink=self)
+            for site, outright in self.model.tree.select(self.wanted)
+        ]
 
     def __enter__(self) -> Cache:  # type: ignore[override]
         super().__enter__()

@@ -6,6 +6,7 @@ again, whatever happens in between; and at the end a hook that never ran is an e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from interpose.engine.editing import Editing, Skipping, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import Beside, FrameEnd, FrameStart, Listener, guard_output
 from interpose.engine.watching import Watching, grad_receiver
-from interpose.errors import NeverFired
+from interpose.errors import InterposeError, NeverFired
 from interpose.sites.grammar import OUTPUT
 from interpose.taps import context, eager
 
@@ -25,17 +26,39 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """One hook (or cache) in one direction, and the listeners that serve it at its sites."""
+    """One hook (or cache) in one direction, and the listeners that serve it at its sites.
 
-    def __init__(self, hook: Hook, direction: str) -> None:
+    ``make`` makes the listeners, and makes them anew when the module has changed.
+    """
+
+    def __init__(
+        self, hook: Hook, direction: str, make: Callable[[], list[Any]] = list, changes: int = 0
+    ) -> None:
         self.hook = hook
         self.direction = direction
-        self.listeners: list[Listener] = []
+        self.make = make
+        self.listeners: list[Any] = make()
+        self.changes = changes
+        self._fired_before = 0
 
     @property
     def fired(self) -> int:
         """How often it ran, at all its sites together."""
-        return sum(listener.fired for listener in self.listeners)
+        now: int = sum(listener.fired for listener in self.listeners)
+        return self._fired_before + now
+
+    def renew(self, changes: int) -> None:
+        """Listen where the sites are now, if the module has changed since."""
+        if self.changes == changes or self.make is list:
+            return
+        self._fired_before, self.changes = self.fired, changes
+        self.remove()
+        try:
+            self.listeners = self.make()
+        except InterposeError as error:
+            error.add_note(f"the model has changed since {self.hook.label} was put on it.")
+            raise
+        self.install()
 
     def silent(self) -> list[Listener]:
         """What should have run and did not: each site named outright, or all of a pattern."""
@@ -65,11 +88,10 @@ def bind(
     outlives_scope: bool = False,
 ) -> list[Binding]:
     """Resolve a hook's sites and make its listeners, one binding per direction."""
-    sites = model.tree.select(hook.sites)  # type: ignore[attr-defined]
-    bindings = []
-    for direction in hook.directions():
-        binding = Binding(hook, direction)
-        for site, outright in sites:
+
+    def listeners(direction: str) -> list[Listener]:
+        found: list[Listener] = []
+        for site, outright in model.tree.select(hook.sites):  # type: ignore[attr-defined]
             if site.part is not None and isinstance(hook, (skip, TorchHook)):
                 raise TypeError(f"{hook.label} takes whole values; got {site.part!r}.")
             about: dict[str, Any] = {"model": model, "site": site, "scope": scope}
@@ -92,9 +114,13 @@ def bind(
             else:
                 kind = TorchEditing if isinstance(hook, TorchHook) else Editing
                 listener = kind(**about, hook=hook, check_finite=check_finite)
-            binding.listeners += [listener, *listener.beside()]
-        bindings.append(binding)
-    return bindings
+            found += [listener, *listener.beside()]
+        return found
+
+    return [
+        Binding(hook, direction, functools.partial(listeners, direction), model.changes)
+        for direction in hook.directions()
+    ]
 
 
 def frames(model: Model, scope: Scope | None) -> Binding:
@@ -121,6 +147,7 @@ class Scope:
         check_finite: bool = False,
         single_run: bool = False,
     ) -> None:
+        model.refresh()
         self.model = model
         self.single_run = single_run
         self.around: tuple[Any, ...] = ()

@@ -69,7 +69,9 @@ class StandingHooks:
     ) -> Handle:
         if any(handle.hook is hook for handle in self._handles):
             raise ValueError(f"{hook.label} is on this model already; remove it first.")
-        bindings = bind(cast("Model", self), hook, None)
+        model = cast("Model", self)
+        model.refresh()
+        bindings = bind(model, hook, None)
 
         def take_off() -> None:
             for binding in bindings:
@@ -94,16 +96,7 @@ class StandingHooks:
         except BaseException:
             take_off()
             raise
-        directions = [binding.direction for binding in bindings]
-        handle = Handle(
-            hook,
-            directions[0] if len(directions) == 1 else "both",
-            frozenset(listener.site.canonical for listener in bindings[0].listeners),
-            release,
-            lambda: _fired(bindings),
-            is_permanent=is_permanent,
-            level=level,
-        )
+        handle = Handle(hook, bindings, release, is_permanent=is_permanent, level=level)
         self._handles.insert(0, handle) if prepend else self._handles.append(handle)
         return handle
 
@@ -159,6 +152,6 @@ class StandingHooks:
         """Take a hook off the model, by id."""
         self._handle(id).remove()
 
-
-def _fired(bindings: list[Binding]) -> int:
-    return sum(binding.fired for binding in bindings)
+    def standing_bindings(self) -> list[Binding]:
+        """What serves the model's own hooks."""
+        return [binding for handle in self._handles for binding in handle.bindings]

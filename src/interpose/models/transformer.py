@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from interpose.engine.model import Model
 from interpose.engine.standing import HookItem
 from interpose.models.discovery.anatomy import Anatomy
+from interpose.models.knowledge import Conditions, foreign_hooks
 from interpose.models.naming.catalog import SemanticSites
 from interpose.models.naming.table import Table
 from interpose.models.naming.tree import SemanticTree
@@ -35,6 +36,9 @@ class TransformerModel(Text, Forward, Weights, Model):
         self.tokenizer = tokenizer
         self.processor = processor
         self._anatomy: Anatomy | None = None
+        self._flags: list[tuple[nn.Module, str, Any]] = []
+        self._rests_on: Conditions | None = None
+        self._probe_inputs: Mapping[str, Any] | None = None
         super().__init__(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -45,12 +49,31 @@ class TransformerModel(Text, Forward, Weights, Model):
 
     @property
     def anatomy(self) -> Anatomy:
-        """What discovery found, from one probe forward."""
+        """What discovery found, from one probe forward of the module as it is now."""
+        self.refresh()
         if self._anatomy is None:
-            from interpose.models.discovery.probe import look  # numpy, only when it is needed
-
-            self._anatomy = look(ModuleTree(self.module))
+            self._anatomy = self._look()
+            self._flags = self._anatomy.flags()
+            if self._anatomy.rests_on_numbers or foreign_hooks(self.root):
+                self._rests_on = Conditions(self.root)
         return self._anatomy
+
+    def _look(self) -> Anatomy:
+        from interpose.models.discovery.probe import look  # numpy, only when it is needed
+
+        return look(ModuleTree(self.module), self._probe_inputs)
+
+    def refresh(self) -> None:
+        """Find the sites anew if the module has changed since they were found: every hooked run asks."""
+        super().refresh()
+        said = all(getattr(module, name, None) == value for module, name, value in self._flags)
+        if not said or (self._rests_on is not None and not self._rests_on.hold()):
+            self.forget()
+
+    def forget(self) -> None:
+        """Find everything out anew, when it is next asked for."""
+        super().forget()
+        self._anatomy, self._flags, self._rests_on = None, [], None
 
     def probe(self, inputs: Mapping[str, Any]) -> SemanticSites:
         """Find the sites anew with inputs of your own, such as images for a vision tower.
@@ -58,10 +81,8 @@ class TransformerModel(Text, Forward, Weights, Model):
         Args:
             inputs: what the module's forward takes, by keyword.
         """
-        from interpose.models.discovery.probe import look
-
-        self._anatomy = look(ModuleTree(self.module), inputs)
-        self.tree.forget()
+        self._probe_inputs = inputs
+        self.forget()
         return self.sites
 
     @property
@@ -125,6 +146,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     @property
     def sites(self) -> SemanticSites:
         """What can be hooked: semantic sites by canonical name, with a sentence about each."""
+        self.refresh()
         return SemanticSites(self.tree, self._seen, self._calls_of)
 
     def check(

@@ -89,7 +89,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._known: dict[str, tuple[Site, list[Any]]] = {}
+        self._known: dict[str, Site] = {}
         self._first: dict[int, str] = {}
         self._others: dict[str, list[str]] = {}
 
@@ -150,11 +150,7 @@ class ModuleTree:
         """The site a name means. Child modules win over ``input`` and ``output``."""
         known = self._known.get(name)
         if known is not None:
-            for children, key, child in known[1]:
-                if children.get(key) is not child:
-                    break
-            else:
-                return known[0]
+            return known
         module, stem, rest = self.walk(name)
         tail: Tail | None = OUTPUT
         if rest:
@@ -164,22 +160,16 @@ class ModuleTree:
         path = self._first_name(stem, module)
         canonical = self.spell(path, tail)
         site = Site(name=name, canonical=canonical, stem=stem, path=path, tail=tail, module=module)
-        self._known[name] = site, self._chain(stem)
+        self._known[name] = site
         return site
 
-    def _chain(self, path: str) -> list[tuple[dict[str, nn.Module | None], str, nn.Module | None]]:
-        """The steps from the root to a module, to see later at little cost whether they still lead there."""
-        steps = []
-        children = children_of(_unwrapped(self.root))
-        for key in path.split(".") if path else ():
-            child = children.get(key)
-            steps.append((children, key, child))
-            children = children_of(_unwrapped(child)) if child is not None else {}
-        return steps
+    def forget(self) -> None:
+        """Read everything anew: the module has changed."""
+        self._known, self._first, self._others = {}, {}, {}
 
     def _first_name(self, path: str, module: nn.Module) -> str:
         first = self._first.get(id(module))
-        if first is None or self.walk(first)[0] is not module:
+        if first is None:
             self._first, self._others = {}, {}
             for name, found in self.all_names():
                 known = self._first.setdefault(id(found), name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from interpose.models.knowledge import known
 from interpose.sweeps.cells import Cell
 
 _MOST_BOUNDS = 96  # positions at which groups may begin: more are tried together
@@ -125,16 +126,15 @@ class Sizes:
     def of(model: Any) -> Sizes:
         """Those of a model, looked for once."""
         parameter = next(model.module.parameters())
-        place = (parameter.element_size(), parameter.device)
-        known: dict[Any, Sizes] = vars(model).setdefault("_sizes", {})
-        if place not in known:
+        size, device = parameter.element_size(), parameter.device
+
+        def find_out() -> Sizes:
             cfg = model.cfg
             width = cfg.d_model or 1
             inner, heads = cfg.d_mlp or 4 * width, cfg.n_heads or 1
-            known[place] = Sizes(
-                width=width, inner=inner, heads=heads, bytes=place[0], device=place[1]
-            )
-        return known[place]
+            return Sizes(width=width, inner=inner, heads=heads, bytes=size, device=device)
+
+        return known(model, ("sizes", size, device), find_out, tried=False)
 
     @property
     def least_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a model's rows may run together, proven on a short text: once for each model."""
+"""Whether a model's rows may run together, proven on a short text, and again when the model has changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.discovery.inputs import probe_inputs
+from interpose.models.knowledge import foreign_hooks, home_of, known
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.weights.weights import main_tower
 from interpose.sweeps.answers import can_be_picked, only
@@ -31,18 +32,24 @@ class Proof:
 
 
 def prove(model: Any) -> Proof:
-    """Find out, once, how the rows of a sweep may run on a model."""
-    known: Proof | None = vars(model).get("_sweeps")
-    if known is None:
+    """Find out how the rows of a sweep may run on a model as it is now."""
+
+    def find_out() -> Proof:
         with trial(model):
-            known = _try(model)
-        vars(model)["_sweeps"] = known
-    return known
+            return _try(model)
+
+    return known(model, "sweeps", find_out)
 
 
 def others_listen(model: Any) -> bool:
-    """Whether hooks of somebody else are on the model: they may count on its batch and positions."""
-    return bool(model.list_hooks() or context.current().scopes)
+    """Whether hooks of somebody else are on the model, ours or torch's: they may count on its batch and positions."""
+    if model.list_hooks() or context.current().scopes:
+        return True
+    return any(home_of(hook) not in _MACHINERY for hook in foreign_hooks(model.root))
+
+
+_MACHINERY = ("torch", "transformers", "accelerate")
+"""Packages whose hooks move weights and note outputs, and leave values as they are."""
 
 
 def tower_of(model: Any) -> Tower | None:

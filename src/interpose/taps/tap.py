@@ -353,16 +353,22 @@ def getter(site: Site) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any] 
 
 
 def _parameters(module: nn.Module) -> tuple[tuple[str, ...], str]:
-    if "forward" in vars(module):
-        return _names_of(module.forward)
     kind = type(module)
-    return _names_in_class(kind.forward, isinstance(kind.__dict__.get("forward"), staticmethod))
+    of_class = _names_in_class(kind.forward, isinstance(kind.__dict__.get("forward"), staticmethod))
+    if "forward" not in vars(module):
+        return of_class[:2]
+    own = _names_of(module.forward)
+    # What another library puts there takes anything, or shows the class's function with its receiver.
+    return of_class[:2] if own[0][:1] in ((), of_class[2]) else own
 
 
 @lru_cache(maxsize=1024)
-def _names_in_class(forward: Callable[..., Any], static: bool) -> tuple[tuple[str, ...], str]:
+def _names_in_class(
+    forward: Callable[..., Any], static: bool
+) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """The names of positional parameters, of what takes the rest, and of the receiver."""
     names, star = _names_of(forward)
-    return (names if static else names[1:]), star  # without the receiver, whatever it is called
+    return (names, star, ()) if static else (names[1:], star, names[:1])
 
 
 def _names_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], str]:

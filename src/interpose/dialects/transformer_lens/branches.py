@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import Unsupported
+from interpose.models.knowledge import known
 from interpose.models.running.trial import trial
 from interpose.models.weights.norms import affine, norm_at
 
@@ -75,9 +76,8 @@ class Branches:
 
     @staticmethod
     def of_model(model: TransformerModel) -> Branches:
-        """The branches of a model, looked for once."""
-        found: Branches = vars(model).setdefault("_branches", Branches(model))
-        return found
+        """The branches of a model as it is now."""
+        return known(model, "branches", lambda: Branches(model))
 
     def of(self, layer: int, kind: str) -> Branch:
         """The branch of a block: ``attn`` or ``mlp``. The norm's weight is the one it has now."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from interpose.models.reach.lenses import Times
 from interpose.sites.grammar import Tail
 from interpose.sites.lens import Lens
 from interpose.taps import values
@@ -31,6 +33,8 @@ class Norm:
     place: Place
     centred: bool = False
     eps: float = 0.0
+    eps_name: str = ""
+    """The attribute of the module that it was read from."""
     why_not: str = ""
     reads_sum: bool = False
     """Whether it stands in the stream (post-norm blocks), rather than before a branch."""
@@ -120,3 +124,18 @@ class Anatomy:
     absent: dict[str, str] = field(default_factory=dict)
     weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     """Weights outside the blocks, as in `Block`."""
+
+    def flags(self) -> list[tuple[nn.Module, str, Any]]:
+        """Attributes of modules that were read, with what they said."""
+        norms = [norm for t in self.towers for block in t.blocks for norm in block.norms.values()]
+        norms += [tower.final_norm for tower in self.towers if tower.final_norm is not None]
+        return [(n.place.module, n.eps_name, n.eps) for n in norms if n.eps_name]
+
+    @property
+    def rests_on_numbers(self) -> bool:
+        """Whether it says something that other weights could change: a multiplier, or a stream that was not found."""
+        blocks = [block for tower in self.towers for block in tower.blocks]
+        places = [place for block in blocks for place in block.sites.values()]
+        return any(isinstance(place.lens, Times) for place in places) or not all(
+            block.sums for block in blocks
+        )

@@ -15,10 +15,11 @@ def describe(event: Event) -> Norm:
     """A norm with its formula: ``(x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``, times a weight."""
     module = event.module
     place = place_of(event, "output", event.made[0])
-    eps = next((float(getattr(module, name)) for name in _EPS if hasattr(module, name)), None)
+    name = next((name for name in _EPS if hasattr(module, name)), None)
     given, made = event.given[0].row, event.made[0].row
-    if eps is None or given.size != made.size or not given.size:
+    if name is None or given.size != made.size or not given.size:
         return Norm(place=place, why_not=f"{type(module).__name__} names no epsilon")
+    eps = float(getattr(module, name))
     weight = getattr(module, "weight", None)
     weights = [np.ones_like(given)]
     if weight is not None and weight.numel() == given.size:
@@ -35,4 +36,4 @@ def describe(event: Event) -> Norm:
     error, centred = min(fits)
     if error > 3e-2 * np.abs(made).max():
         return Norm(place=place, why_not=f"{type(module).__name__} follows neither usual formula")
-    return Norm(place=place, centred=centred, eps=eps)
+    return Norm(place=place, centred=centred, eps=eps, eps_name=name)

@@ -15,6 +15,7 @@ from interpose.models.discovery.record import Recorder
 from interpose.models.reach import interface
 from interpose.sites.tree import ModuleTree
 from interpose.taps import values
+from interpose.taps.context import stand_down, stand_up
 
 
 def look(tree: ModuleTree, inputs: Mapping[str, Any] | None = None) -> Anatomy:
@@ -24,6 +25,7 @@ def look(tree: ModuleTree, inputs: Mapping[str, Any] | None = None) -> Anatomy:
     inputs = probe_inputs(root) if inputs is None else inputs
     tokens = next((t for _, t in values.leaves(inputs) if t.ndim >= 2), torch.zeros(BATCH, LENGTH))
     recorder = Recorder(tree.modules(), batch=tokens.shape[0], length=tokens.shape[1])
+    token = stand_down()  # hooks in scope, and those of the model, are not meant
     with untouched(root):
         root.eval()
         try:
@@ -34,5 +36,7 @@ def look(tree: ModuleTree, inputs: Mapping[str, Any] | None = None) -> Anatomy:
                 f"{', '.join(inputs)}: its semantic sites are unknown; its module paths work."
             )
             raise
+        finally:
+            stand_up(token)
     floats = [p.dtype for p in root.parameters() if p.is_floating_point()]
     return discover(tree, recorder, floats[0] if floats else torch.float32)

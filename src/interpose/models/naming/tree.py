@@ -105,6 +105,7 @@ class SemanticTree(ModuleTree):
 
     def forget(self) -> None:
         """Discover again when next asked."""
+        super().forget()
         self._table = None
         self._meanings.clear()
         self._asked.clear()

@@ -95,7 +95,7 @@ def generate_batch(
             lock = _LOCKS.setdefault(root, threading.RLock())
         # One call at a time on one model: transformers switches the attention kernel in its config.
         stack.enter_context(lock)
-        prove(root, config, prompts)
+        prove(model, config, prompts)
         stack.enter_context(left_as_it_was(root))
         if run.bindings or any(m._forward_hooks or m._forward_pre_hooks for m in root.modules()):
             without_shortcuts(config)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
@@ -21,14 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from interpose.errors import Unsupported
+from interpose.models.knowledge import known
 from interpose.models.running.packed import Packed, Span, packed
 from interpose.taps.context import stand_down, stand_up
 
 _MOST_ROWS = 1024
 """Rows per pass unless asked otherwise: without flash attention every row looks at every request's keys."""
-
-_PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Any, str]] = weakref.WeakKeyDictionary()
-"""By model and kernel, why it cannot be batched; empty if it can."""
 
 Ear = Callable[[Packed, Tensor, bool], None]
 """Is told the logits [row, d_vocab] of each pass, and whether only rows that a token is drawn from are there."""
@@ -201,23 +198,25 @@ def random_state_kept() -> Iterator[None]:
 # The proof.
 
 
-def prove(root: Any, config: Any, prompts: Mapping[int, Sequence[int]]) -> None:
+def prove(model: Any, config: Any, prompts: Mapping[int, Sequence[int]]) -> None:
     """Refuse a model that computes something else for packed tokens: a few tokens are tried, once per model.
 
     Such models are many (a layer keeps its state elsewhere, a kernel drops an argument), and most of
     them would generate wrong text without a word.
     """
-    key = (root.config._attn_implementation, root.dtype, root.device)
-    known = _PROVEN.setdefault(root, {})
-    if key not in known:
+    root = model.root
+
+    def find_out() -> str:
         token = stand_down()
         try:
-            known[key] = _why_not(root, config, prompts)
+            return _why_not(root, config, prompts)
         finally:
             stand_up(token)
-    if known[key]:
+
+    why_not = known(model, ("batching", root.dtype, root.device), find_out)
+    if why_not:
         raise Unsupported(
-            f"{type(root).__name__} cannot be batched continuously: {known[key]}. Use "
+            f"{type(root).__name__} cannot be batched continuously: {why_not}. Use "
             "model.generate(texts)."
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from interpose.engine.model import Model
 from interpose.errors import Unsupported
 from interpose.models.discovery.inputs import probe_inputs
+from interpose.models.knowledge import known
 from interpose.models.running.trial import first_tensor, trial
 
 _SHORT = 7  # of 11 positions: longer than the windows of tiny models
@@ -54,11 +55,8 @@ def arguments(model: Model, mask: Tensor, filler: int) -> dict[str, Tensor]:
 
 
 def _needed(model: Model, side: str, filler: int) -> frozenset[str]:
-    """Which arguments make padding on one side harmless; proven once."""
-    known: dict[Any, frozenset[str]] = vars(model).setdefault("_padding", {})
-    if (side, filler) not in known:
-        known[side, filler] = _prove(model, side, filler)
-    return known[side, filler]
+    """Which arguments make padding on one side harmless; proven once for a model as it is built."""
+    return known(model, ("padding", side, filler), lambda: _prove(model, side, filler), tried=False)
 
 
 def _prove(model: Model, side: str, filler: int) -> frozenset[str]:

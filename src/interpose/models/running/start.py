@@ -20,6 +20,7 @@ from interpose.engine.model import Model
 from interpose.errors import EditShapeError, Unsupported
 from interpose.models.discovery.anatomy import Block, Place, Tower
 from interpose.models.discovery.inputs import probe_inputs
+from interpose.models.knowledge import known
 from interpose.models.running.trial import first_tensor, trial
 from interpose.taps import bypass, context, eager, values
 from interpose.taps.tap import given_arguments, named_arguments
@@ -187,11 +188,12 @@ def prove(model: Any, tower: Tower, layer: int, *, with_tokens: bool) -> Proof:
         layer: where a run is to begin.
         with_tokens: whether the tokens of the run are known, or others stand for them.
     """
-    known: dict[Any, Proof] = vars(model).setdefault("_starts", {})
-    if (layer, with_tokens) not in known:
+
+    def find_out() -> Proof:
         with trial(model):
-            known[layer, with_tokens] = _try(model, tower, layer, with_tokens)
-    found = known[layer, with_tokens]
+            return _try(model, tower, layer, with_tokens)
+
+    found = known(model, ("start", layer, with_tokens), find_out)
     if found.problem:
         hint = "\n  It may work with the tokens of the run: give input_ids=... too."
         raise Unsupported(

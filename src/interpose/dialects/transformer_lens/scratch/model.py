@@ -41,12 +41,8 @@ class FromScratch(TransformerModel):
                 part.belong(self, name)
         return SemanticTree(module, lambda: PointTable(module))
 
-    @property
-    def anatomy(self) -> Anatomy:
-        """The parts of the model."""
-        if self._anatomy is None and isinstance(self.module, Transformer):
-            self._anatomy = anatomy_of(self.module)
-        return super().anatomy
+    def _look(self) -> Anatomy:
+        return anatomy_of(self.module) if isinstance(self.module, Transformer) else super()._look()
 
     def __getattr__(self, name: str) -> Any:
         if self.is_from_scratch:

@@ -1,0 +1,109 @@
+"""What is found out about a model by trying it, kept as long as it would come out the same.
+
+How a module is built is the engine's `Stamp`. What a trial showed (rows are independent, later tokens move
+nothing before them) rests on more: flags of modules and configs, hooks of others, and the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from interpose.engine.model import Model
+from interpose.engine.stamp import same, weak
+from interpose.taps.tap import Tap
+
+T = TypeVar("T")
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+_MODES = ("training",)  # trials run in eval mode, whatever the mode is
+
+
+def known(model: Model, key: Any, find_out: Callable[[], T], *, tried: bool = True) -> T:
+    """What a function finds out about a model: found out once, and again when what it rests on has changed.
+
+    Args:
+        model: the model.
+        key: what it is called.
+        find_out: does so.
+        tried: whether it shows in the model's numbers; else it follows from how the model is built.
+    """
+    model.refresh()
+    shelf: dict[Any, tuple[int, Any, Conditions | None]] = vars(model).setdefault("_known", {})
+    changes, found, conditions = shelf.get(key, (-1, None, None))
+    if changes != model.changes or (conditions is not None and not conditions.hold()):
+        found = find_out()
+        shelf[key] = model.changes, found, Conditions(model.root) if tried else None
+    return found  # type: ignore[no-any-return]
+
+
+class Conditions:
+    """What the numbers of a module come from, at one moment: flags, hooks of others, parameters and buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        tensors = [*root.parameters(), *root.buffers()]
+        self._root = weak(root)
+        self._flags = list(_flags(root))
+        self._versions = list(map(_version, tensors))
+        self._tensors = list(map(weak, tensors))
+        self._hooks = list(map(weak, foreign_hooks(root)))
+
+    def hold(self) -> bool:
+        """Whether they are the same now."""
+        root = self._root()
+        if root is None:
+            return False
+        tensors = list(chain(root.parameters(), root.buffers()))
+        return (
+            same(self._tensors, tensors)
+            and list(map(_version, tensors)) == self._versions
+            and same(self._hooks, foreign_hooks(root))
+            and list(_flags(root)) == self._flags
+        )
+
+
+def foreign_hooks(root: nn.Module) -> list[Callable[..., Any]]:
+    """Forward hooks on a module, on any below it, or on all modules there are, that are none of ours."""
+    registries = [
+        nn.modules.module._global_forward_pre_hooks,
+        nn.modules.module._global_forward_hooks,
+    ]
+    for module in root.modules():
+        registries += [module._forward_pre_hooks, module._forward_hooks]
+    found = [hook for registry in registries if registry for hook in list(registry.values())]
+    return [hook for hook in found if not isinstance(hook, Tap) and home_of(hook) != "interpose"]
+
+
+def home_of(hook: Any) -> str:
+    """The package that a hook was written in."""
+    while hasattr(hook, "func"):  # a partial
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _flags(root: nn.Module) -> Iterator[dict[str, Any]]:
+    """Plain attributes of modules and of their configs, by name."""
+    configs: dict[int, Any] = {}
+    for module in root.modules():
+        own = vars(module)
+        yield _plain(own)
+        if "config" in own:
+            configs.setdefault(id(own["config"]), own["config"])
+    for config in configs.values():
+        yield _plain(getattr(config, "__dict__", {}))
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, _PLAIN) and name not in _MODES
+    }

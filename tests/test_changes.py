@@ -1,0 +1,170 @@
+"""Any module that changes after its first use: names, counts and hooks that stay are those of the module as it is."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import interpose as ip
+from interpose.engine.stamp import Stamp
+
+X = torch.ones(2, 4)
+
+
+def net() -> nn.Sequential:
+    parts = {"first": nn.Linear(4, 4), "act": nn.ReLU(), "last": nn.Linear(4, 4)}
+    return nn.Sequential(OrderedDict(parts))
+
+
+class Twice(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", ["add_hook", "hooks", "record", "gradient", "skip"])
+def test_hooks_follow_a_part_that_is_replaced(kind: str) -> None:
+    module = net()
+    model, seen = ip.wrap(module), []
+    new = nn.Linear(4, 4)
+
+    def look(value: Tensor, hook: Any) -> None:
+        seen.append(value.detach().clone())
+
+    def change() -> None:
+        model(X).sum().backward()
+        module.first = new
+        model(X).sum().backward()
+
+    if kind == "add_hook":
+        handle = model.add_hook("first", look)
+        change()
+        handle.remove()
+    elif kind == "hooks":
+        with model.hooks(fwd_hooks=[("first", look)]):
+            change()
+    elif kind == "gradient":
+        with model.hooks(bwd_hooks=[("first", look)]):
+            change()
+        assert [tuple(grad.shape) for grad in seen] == [(2, 4)] * 2
+        return
+    elif kind == "skip":
+        with model.hooks([ip.skip("first", torch.full((2, 4), 3.0))]):
+            change()
+            seen += [model.run_with_cache(X)[1]["first"]] * 2
+        assert torch.equal(seen[0], torch.full((2, 4), 3.0))
+        return
+    else:
+        with model.record("first") as cache:
+            change()
+        seen += cache.calls("first")
+    assert len(seen) == 2
+    assert torch.equal(seen[1], new(X))
+    assert not torch.allclose(seen[0], seen[1])
+    assert not new._forward_hooks
+    assert not new._forward_pre_hooks
+
+
+def test_the_order_of_hooks_that_stay_is_kept() -> None:
+    module = net()
+    model = ip.wrap(module)
+    order: list[str] = []
+    for name in "abc":
+        model.add_hook("first", lambda value, hook, name=name: order.append(name))
+    model(X)
+    module.first = nn.Linear(4, 4)
+    model(X)
+    assert "".join(order) == "abcabc"
+    model.reset_hooks()
+
+
+def test_a_run_stops_where_the_last_call_is_now() -> None:
+    """How often a part is called was learned from the module as it was."""
+    module = nn.Sequential(OrderedDict(body=nn.Sequential(nn.Linear(4, 4)), last=nn.Linear(4, 4)))
+    model, inner = ip.wrap(module), module.body[0]
+    for _ in range(2):
+        _, cache = model.run_with_cache(X, names_filter="body", stop=True)
+    module.body = Twice(inner)
+    _, cache = model.run_with_cache(X, names_filter="body.inner", stop=True)
+    assert torch.equal(cache["body.inner#1"], inner(inner(X)))
+    assert model.sites["body.inner"].calls == 2
+
+
+def test_shapes_that_were_seen_are_those_of_the_part_that_is_there() -> None:
+    model = ip.wrap(net())
+    model.run_with_cache(X)
+    assert model.sites["last"].shape == (2, 4)
+    model.module.last = nn.Linear(4, 7)
+    assert model.sites["last"].shape is None
+    model.run_with_cache(X)
+    assert model.sites["last"].shape == (2, 7)
+
+
+def changed(module: nn.Module) -> dict[str, Any]:
+    """Ways to change a module, each of which a stamp must notice."""
+    return {
+        "a part": lambda: setattr(module, "act", nn.Tanh()),
+        "one part more": lambda: module.append(nn.ReLU()),
+        "one part less": lambda: delattr(module, "act"),
+        "a part of a part": lambda: module.first.add_module("adapter", nn.Linear(1, 1)),
+        "the order": lambda: (
+            module._modules.move_to_end("act")
+            if isinstance(module._modules, OrderedDict)
+            else module._modules.update(act=module._modules.pop("act"))
+        ),
+        "a shape": lambda: setattr(module.first.weight, "data", torch.zeros(9, 4)),
+        "a dtype": lambda: module.half(),
+        "no parameter": lambda: module.first.register_parameter("bias", None),
+        "another parameter": lambda: module.first.register_parameter("scale", nn.Parameter(X)),
+        "a class": lambda: setattr(module.first, "__class__", nn.Bilinear),
+        "a forward": lambda: setattr(module.last, "forward", lambda x: x),
+    }
+
+
+@pytest.mark.parametrize("what", list(changed(net())))
+def test_a_stamp_notices(what: str) -> None:
+    module = net()
+    stamp = Stamp(module)
+    assert stamp.holds()
+    changed(module)[what]()
+    assert not stamp.holds()
+    assert Stamp(module).holds()
+
+
+def test_a_stamp_holds_through_what_changes_nothing_it_rests_on() -> None:
+    module = net()
+    stamp = Stamp(module)
+    module.train()
+    module.first.weight.data.mul_(2)
+    module.load_state_dict(net().state_dict())
+    module.register_forward_hook(lambda *_: None)
+    module.first.weight = nn.Parameter(torch.zeros(4, 4))  # another of its kind
+    assert stamp.holds()
+    assert stamp.holds()
+    model = ip.wrap(module)
+    with model.hooks([ip.skip("first", lambda x: x)]):
+        assert "forward" in vars(module.first)
+        assert stamp.holds()
+        model(X)
+    assert stamp.holds()
+
+
+def test_a_stamp_keeps_nothing_alive() -> None:
+    module = net()
+    stamp = Stamp(module)
+    part, weight = weakref.ref(module.first), weakref.ref(module.last.weight)
+    module.first = nn.Linear(4, 4)
+    module.last.weight = nn.Parameter(torch.zeros(4, 4))
+    gc.collect()
+    assert part() is None
+    assert weight() is None
+    assert not stamp.holds()  # whatever lies at those addresses by now
