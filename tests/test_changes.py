@@ -22,6 +22,10 @@ def net() -> nn.Sequential:
     return nn.Sequential(OrderedDict(parts))
 
 
+class Packed(Tensor):
+    """A tensor of another kind."""
+
+
 class Twice(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -115,7 +119,7 @@ def changed(module: nn.Module) -> dict[str, Any]:
         "a part": lambda: setattr(module, "act", nn.Tanh()),
         "one part more": lambda: module.append(nn.ReLU()),
         "one part less": lambda: delattr(module, "act"),
-        "a part of a part": lambda: module.first.add_module("adapter", nn.Linear(1, 1)),
+        "one parameter more": lambda: module.first.register_parameter("scale", nn.Parameter(X)),
         "the order": lambda: (
             module._modules.move_to_end("act")
             if isinstance(module._modules, OrderedDict)
@@ -124,9 +128,11 @@ def changed(module: nn.Module) -> dict[str, Any]:
         "a shape": lambda: setattr(module.first.weight, "data", torch.zeros(9, 4)),
         "a dtype": lambda: module.half(),
         "no parameter": lambda: module.first.register_parameter("bias", None),
-        "another parameter": lambda: module.first.register_parameter("scale", nn.Parameter(X)),
+        "a parameter of another class": lambda: setattr(
+            module.first, "weight", nn.Parameter(torch.zeros(4, 4).as_subclass(Packed))
+        ),
         "a class": lambda: setattr(module.first, "__class__", nn.Bilinear),
-        "a forward": lambda: setattr(module.last, "forward", lambda x: x),
+        "a forward": lambda: setattr(module, "forward", lambda x: x),
     }
 
 

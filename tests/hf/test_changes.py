@@ -504,3 +504,21 @@ def test_other_code_of_ours_that_looks_for_itself_is_told_too() -> None:
     wanted = fresh.run_with_cache(TOKENS)[1].stack_head_results(layer=2)
     assert torch.allclose(cache.stack_head_results(layer=2), wanted, atol=1e-5)
     assert float((first - wanted).abs().max()) > 1e-2
+
+
+@torch.no_grad()
+def test_hooks_that_a_short_text_cannot_show_are_run_cell_by_cell() -> None:
+    """A hook that looks at the twelfth position: the proof has eleven."""
+    model = used("gpt2")
+
+    def late(module: Any, args: Any, output: Tensor) -> Tensor:
+        output[:, 11:12, 0] += 5
+        return output
+
+    with torch.no_grad():
+        handle = block(model.module).mlp.register_forward_hook(late)
+        wanted = swept_by_hand(model.module)
+        found = swept(model)
+        handle.remove()
+        assert float((swept(model) - wanted).abs().max()) > 1e-2
+    assert torch.allclose(found, wanted, atol=1e-5)

@@ -85,8 +85,9 @@ def home_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> tuple[int, torch.dtype]:
+    """Changes when a tensor is written to, or given numbers of another kind."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.dtype
 
 
 def _flags(root: nn.Module) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from interpose.sweeps.cells import Cell, Change, Row, edited, patch, sent
 from interpose.sweeps.metrics import Examples, Measure, Metric, all_looked_at, kept_by
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
-from interpose.sweeps.proof import Proof, others_listen, prove
+from interpose.sweeps.proof import Proof, others_listen, prove, strangers
 from interpose.sweeps.reference import Reference, no_cache, refer, wanted_logits
 from interpose.sweeps.running import plain, wavefront
 
@@ -110,7 +110,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
             other=other,
             sites=list(dict.fromkeys(cell.site for cell in task.cells)),
             cached=plan == "wavefront" and not proof.prefix,
-            apart=bool(proof.batches) or others_listen(task.model),
+            apart=bool(proof.batches) or others_listen(task.model) or strangers(task.model),
         )
         task.tally.plan, task.tally.why = plan, why
         runs = 1 if other is None else 2
@@ -214,6 +214,8 @@ def plan_of(task: Task, proof: Proof) -> tuple[str, str]:
         raise Unsupported(f"plan={task.plan!r} cannot run on {task.model.tree.label}: {refused}.")
     if task.plan != "auto":
         return task.plan, "as asked"
+    if not alone and strangers(task.model):
+        alone = "hooks of torch are on the model, and may count on its batch and positions"
     if alone:
         return "one per cell", alone
     if why:

@@ -42,9 +42,12 @@ def prove(model: Any) -> Proof:
 
 
 def others_listen(model: Any) -> bool:
-    """Whether hooks of somebody else are on the model, ours or torch's: they may count on its batch and positions."""
-    if model.list_hooks() or context.current().scopes:
-        return True
+    """Whether hooks of somebody else are on the model: they may count on its batch and positions."""
+    return bool(model.list_hooks() or context.current().scopes)
+
+
+def strangers(model: Any) -> bool:
+    """Whether hooks of torch are on the model that somebody wrote; a proof on a short text may not show what they do."""
     return any(home_of(hook) not in _MACHINERY for hook in foreign_hooks(model.root))
 
 
