@@ -48,7 +48,7 @@ class LensText(FromScratch):
 
         Where one token is for padding and for beginnings, the last of them begins the text.
         """
-        found = super().mask_of(tokens)
+        found = self._told_apart(tokens)
         tokenizer = self._tokenizer_or_none()
         side = self.default_padding_side or getattr(tokenizer, "padding_side", "right")
         pad = getattr(tokenizer, "pad_token_id", None)

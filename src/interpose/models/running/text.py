@@ -16,7 +16,7 @@ from torch import Tensor
 
 from interpose.engine.model import Model
 from interpose.errors import Unsupported
-from interpose.models.running import padding
+from interpose.models.running import masks, padding
 
 Tokens = Tensor | Sequence[int] | Sequence[Sequence[int]]
 """Token ids as users have them: one text or a batch."""
@@ -45,6 +45,8 @@ class Text(Model):
         truncate: bool = True,
     ) -> Tensor:
         """Token ids [batch, pos] of a text or of several, padded to one length, on the model's device.
+
+        Which of them are padding is remembered, also of rows and slices, but not of copies: see `mask_of`.
 
         Args:
             input: a text, or a list of texts.
@@ -80,24 +82,27 @@ class Text(Model):
             return self._with_mask(tokens, self.mask_of(tokens))
         texts = _texts(input)
         rows = self._encode(texts, prepend_bos, truncate)
+        self._must_not_be_empty(texts, rows)
+        return self._with_mask(*self._as_batch(rows, padding_side))
+
+    def _must_not_be_empty(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
         for text, row in zip(texts, rows):
             if not row:
                 raise ValueError(
                     f"the text {text!r} has no tokens, so there is nothing to run. With "
                     "prepend_bos=True it would have one."
                 )
-        return self._with_mask(*self._as_batch(rows, padding_side))
 
     def _tokens(self, given: Any) -> Tensor:
         """Tokens as the model takes them: [batch, pos], on its device."""
-        tokens = torch.as_tensor(given).to(self.device)
+        tokens = torch.as_tensor(given)
         tokens = tokens[None] if tokens.ndim == 1 else tokens
         if tokens.ndim != 2 or tokens.dtype == torch.bool or tokens.is_floating_point():
             raise TypeError(
                 f"tokens are integers of shape [batch, pos] or [pos]; got {tokens.dtype} of shape "
                 f"{tuple(tokens.shape)}."
             )
-        return tokens
+        return masks.moved(tokens, self.device)
 
     def _with_mask(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         """The arguments for tokens of which some are padding."""
@@ -107,20 +112,30 @@ class Text(Model):
         return {"input_ids": tokens} | padding.arguments(self, mask, filler)
 
     def mask_of(self, tokens: Tensor) -> Tensor | None:
-        """Which of some tokens [batch, pos] are text, if the tokenizer has a token for padding alone.
+        """Which of some tokens [batch, pos] are text; None if nothing is padded, or if it cannot be told.
 
-        Only at the ends of a row, and None if nothing is padded, or if padding cannot be told from text
-        (GPT-2's tokenizer has one token for beginnings, ends and padding).
+        Known of what `to_tokens` made and of views of that (rows, slices). Of other tokens it is told by a token for
+        padding alone, at the ends of a row, if the tokenizer has one: GPT-2's has one token for beginnings, ends and
+        padding.
         """
-        tokenizer = self._tokenizer_or_none()
-        pad = getattr(tokenizer, "pad_token_id", None)
-        others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")]
-        if pad is None or pad in others or tokens.ndim != 2 or not bool((tokens == pad).any()):
+        known = masks.remembered(tokens)
+        if known is not None:
+            return None if bool(known.all()) else known.long()
+        return self._told_apart(tokens)
+
+    def _told_apart(self, tokens: Tensor) -> Tensor | None:
+        """The mask of tokens by what stands in them."""
+        pad = self._pad_alone()
+        if pad is None or tokens.ndim != 2 or not bool((tokens == pad).any()):
             return None
-        text = tokens != pad
-        from_left, from_right = text.cumsum(-1) > 0, text.flip(-1).cumsum(-1).flip(-1) > 0
-        mask = (from_left & from_right) | ~text.any(-1, keepdim=True)
-        return None if bool(mask.all()) else mask.long()
+        return masks.told_by(pad, tokens)
+
+    def _pad_alone(self) -> int | None:
+        """The token that is for padding and for nothing else."""
+        tokenizer = self._tokenizer_or_none()
+        others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")]
+        pad: int | None = getattr(tokenizer, "pad_token_id", None)
+        return None if pad in others else pad
 
     def _encode(
         self, texts: Sequence[str], prepend_bos: bool | None, truncate: bool
@@ -200,14 +215,14 @@ class Text(Model):
             where = slice(length - len(row), length) if side == "left" else slice(len(row))
             tokens[number, where] = torch.tensor(row, dtype=torch.long)
             mask[number, where] = 1
-        padded = any(len(row) < length for row in rows)
-        return tokens.to(self.device), mask.to(self.device) if padded else None
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        masks.remember(tokens, mask)
+        return tokens, mask if any(len(row) < length for row in rows) else None
 
     def _filler(self) -> int:
         """What padding is filled with: a pad token if there is one, else any the model has."""
         tokenizer: Any = self._tokenizer_or_none()
-        config: Any = getattr(self.module, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = self._text_config()
         size = getattr(text, "vocab_size", None)
         for owner, name in (
             (tokenizer, "pad"),
@@ -222,14 +237,17 @@ class Text(Model):
 
     def _longest_text(self) -> int | None:
         """How many tokens fit: the model's positions, or what the tokenizer knows."""
-        config: Any = getattr(self.module, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
         known = [
-            getattr(text, "max_position_embeddings", None),
+            getattr(self._text_config(), "max_position_embeddings", None),
             getattr(self._tokenizer(), "model_max_length", None),
         ]
         found = [n for n in known if isinstance(n, int) and 0 < n < 10**9]  # 10**30: "no limit"
         return min(found, default=None)
+
+    def _text_config(self) -> Any:
+        """The config of the part that reads text; None for a module without one."""
+        config: Any = getattr(self.module, "config", None)
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def _tokenizer_or_none(self) -> Any:
         own = vars(self).get("tokenizer")
