@@ -87,11 +87,16 @@ def test_the_first_difference_is_known(model: ip.TransformerModel) -> None:
     assert pair.first == differ == 3
 
 
-def test_what_a_tokenizer_returns_is_taken_if_no_mask_is_lost(model: ip.TransformerModel) -> None:
+def test_what_a_tokenizer_returns_is_taken_without_its_padding(model: ip.TransformerModel) -> None:
     tokens = model.to_tokens(CLEAN[0])
     (batch,) = ip.batches(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
     assert torch.equal(batch.clean, tokens)
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0
-    with pytest.raises(TypeError, match="got a mapping of input_ids, attention_mask, of which"):
+    (batch,) = ip.batches(model, {"input_ids": tokens, "attention_mask": mask})
+    assert torch.equal(batch.clean, tokens[:, 1:])
+    mask[0] = torch.tensor([1, 1, 0, 1, 1])
+    with pytest.raises(TypeError, match="a mapping whose attention_mask has holes inside a text"):
         ip.batches(model, {"input_ids": tokens, "attention_mask": mask})
+    with pytest.raises(TypeError, match="a mapping whose position_ids would be lost"):
+        ip.batches(model, {"input_ids": tokens, "position_ids": mask})

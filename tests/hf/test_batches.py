@@ -599,11 +599,12 @@ def test_wrong_arguments_are_refused(model: TransformerModel) -> None:
         TypeError, match="no argument 'max_batch_token'; did you mean 'max_batch_tokens'"
     ):
         generate_batch(model, prompts(), max_batch_token=3)
-    with pytest.raises(TypeError, match="takes a list of texts or of token lists"):
-        generate_batch(model, "hello")
-    with pytest.raises(Unsupported, match="wrapped without a tokenizer"):
-        generate_batch(model, ["hello"])
-    with pytest.raises(ValueError, match="prompt 1 has no tokens"):
+    with pytest.raises(ValueError, match="there is no text to go on from"):
+        generate_batch(model, [])
+    for text in ("hello", ["hello"]):
+        with pytest.raises(Unsupported, match="wrapped without a tokenizer"):
+            generate_batch(model, text)
+    with pytest.raises(ValueError, match="text 1 has no tokens"):
         generate_batch(model, [[3], []])
     with pytest.raises(ValueError, match="max_new_tokens is at least 1"):
         generate_batch(model, prompts(), max_new_tokens=0)

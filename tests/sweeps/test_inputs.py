@@ -15,6 +15,7 @@ from tests.sweeps import oracle
 from tests.sweeps.oracle import LAYERS, LENGTH, Cell, at
 
 METRIC = ip.metrics.logit_difference(20, 33)
+ONES = torch.ones(1, 4, dtype=torch.long)
 
 
 def sweep(model: Any, clean: Any, corrupt: Any = None, **options: Any) -> ip.SweepResult:
@@ -51,12 +52,15 @@ def test_what_only_one_run_is_given_may_matter_everywhere() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_tokens_with_padding_run_as_the_model_runs_them(side: str) -> None:
+def test_tokens_with_padding_are_measured_at_the_end_of_each_text(side: str) -> None:
     model = texts.speaking("llama", layers=LAYERS)
-    tokens = model.to_tokens(["the cat sat on the mat", "the dog sat"], padding_side=side)
+    said = ["the cat sat on the mat", "the dog sat"]
+    tokens = model.to_tokens(said, padding_side=side)
     assert model.mask_of(tokens) is not None
     with torch.no_grad():
-        wanted = model(tokens, return_type="logits")[:, -1]
+        wanted = torch.stack([model(text)[0, -1] for text in said])
+        column = model(tokens, return_type="logits")[:, -1]
+    assert side == "left" or float((column - wanted).abs().max()) > 1e-2
     result = sweep(model, tokens, over="layer", edit=ip.zero)
     assert torch.allclose(result.clean[0], wanted[:, 20] - wanted[:, 33], atol=1e-5)
     measured = ip.measure(model, tokens, METRIC)
@@ -67,12 +71,14 @@ def test_tokens_with_padding_run_as_the_model_runs_them(side: str) -> None:
     ("clean", "corrupt", "error", "said"),
     [
         ([], [], ValueError, "there is no text: give at least one"),
-        ([5, 6, 7], [5, 6, 8], TypeError, r"a list for each text; got \[5, 6, 7\]"),
-        ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, torch.ones(1, 4), TypeError, "both mappings"),
-        (torch.ones(1, 4, dtype=torch.long), {"input_ids": torch.ones(1, 4)}, TypeError, "both mappings"),
-        ({"inputs_embeds": torch.ones(1, 4, 8)}, None, ValueError, r"has input_ids, tokens \[batch, pos\]"),
-        ({"input_ids": torch.ones(1, 4), "use_cache": False}, None, ValueError, "'use_cache' is False: a sweep takes"),
-        ({"input_ids": torch.ones(1, 4), "attention_mask": torch.ones(1, 1, 4, 4)}, None, ValueError, r"1, 1, 4, 4"),
+        ([5, "the", 7], None, TypeError, r"texts are strings, or tokens, integers .*; got \[5, 'the', 7\]"),
+        (torch.ones(1, 4), None, TypeError, r"integers \[pos\] or \[batch, pos\] in .*; got \[1, 4\]"),
+        (torch.ones(1, 1, 4).long(), None, TypeError, r"got \[1, 1, 4\]"),
+        ({"inputs_embeds": torch.ones(1, 4, 8)}, None, ValueError, r"has input_ids, tokens .*; got inputs_embeds"),
+        ({"input_ids": ONES, "use_cache": False}, None, ValueError, "'use_cache' is False: a mapping of texts"),
+        ({"input_ids": ONES, "attention_mask": torch.ones(1, 1, 4, 4)}, None, ValueError, r"1, 1, 4, 4"),
+        ({"input_ids": ONES, "attention_mask": ONES[:, 1:]}, None, ValueError, r"_mask' is \(1, 3\): .*\[1, 4\]"),
+        ({"input_ids": ONES, "attention_mask": ONES * 0}, None, ValueError, "text 0 has no tokens"),
     ],
 )  # fmt: skip
 def test_texts_that_are_none_are_refused(clean: Any, corrupt: Any, error: Any, said: str) -> None:
@@ -101,3 +107,19 @@ def test_texts_may_come_from_a_generator() -> None:
     texts = ["The Eiffel Tower is in", "The capital of Japan is"]
     found = ip.batches(model, (text for text in texts))
     assert sum(len(batch) for batch in found) == 2
+
+
+def test_a_metric_at_padding_is_refused() -> None:
+    model = texts.speaking("gpt2", layers=LAYERS)
+    given = ["the cat sat on the mat", "the dog sat"]
+    metric = ip.metrics.logit(20, pos=1)
+    with pytest.raises(
+        ValueError, match=r"logit\(20, pos=1\) looks at position 1 of 6, which is masked in text 1"
+    ):
+        sweep(model, given, edit=ip.zero, metric=metric, align="end", positions=-1, over="layer")
+    alone = sweep(model, given[1], edit=ip.zero, metric=metric, positions=-1, over="layer")
+    shifted = ip.metrics.logit(20, pos=-2)
+    ended = sweep(
+        model, given, edit=ip.zero, metric=shifted, align="end", positions=-1, over="layer"
+    )
+    assert torch.allclose(ended.each[..., 1:], alone.each, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -497,9 +498,17 @@ def padded() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     )
 
 
+def counted_from_text(model: Any, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with positions that begin at the first token, for models that take any."""
+    if "position_ids" not in inspect.signature(model.module.forward).parameters:
+        return given
+    return {**given, "position_ids": (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
+
+
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "bloom", "opt, post-norm", "gemma2"])
 def test_texts_padded_at_the_left(name: str) -> None:
-    model, (clean, corrupt) = build(name), padded()
+    model, given = build(name), padded()
+    clean, corrupt = (counted_from_text(model, one) for one in given)
     cells = [
         Cell(oracle.Spot(b), at(pos)) for b in oracle.blocks(model.module) for pos in POSITIONS
     ]
@@ -511,8 +520,8 @@ def test_texts_padded_at_the_left(name: str) -> None:
     # Eight rows get a ninth that stands for nothing: then the last rows are not the first ones' texts.
     for plan, max_rows in ((PLANS[0], None), (PLANS[0], 8), (PLANS[1], 8), (PLANS[2], None)):
         metric = ip.metrics.logit_difference(answer, instead)
-        options = {"positions": POSITIONS, "max_rows": max_rows}
-        result = sweep(model, clean, corrupt, metric=metric, plan=plan, **options)
+        options = {"positions": POSITIONS, "max_rows": max_rows, "align": "end"}
+        result = sweep(model, *given, metric=metric, plan=plan, **options)
         assert off(result, wanted, measured(base)) <= ALLOWED, (plan, max_rows)
         if (plan, max_rows) == ("wavefront", None):  # earlier positions are not computed
             before = 2 * 2 * LENGTH * LAYERS
@@ -541,8 +550,11 @@ def test_passes_that_begin_at_several_positions(name: str, monkeypatch: pytest.M
 
 def test_a_mask_that_only_one_of_the_two_has() -> None:
     """Positions differ from the first padding on, not from the first token that differs."""
-    model, (clean, padded_corrupt) = build("llama"), padded()
-    corrupt = {"input_ids": padded_corrupt["input_ids"]}
+    model, (masked, padded_corrupt) = build("llama"), padded()
+    clean, corrupt = (
+        counted_from_text(model, masked),
+        {"input_ids": padded_corrupt["input_ids"]},
+    )
     cells = [
         Cell(oracle.Spot(b), at(pos)) for b in oracle.blocks(model.module) for pos in POSITIONS
     ]
@@ -552,7 +564,8 @@ def test_a_mask_that_only_one_of_the_two_has() -> None:
     measured = difference(answer, instead)
     metric = ip.metrics.logit_difference(answer, instead)
     for plan in PLANS:
-        result = sweep(model, clean, corrupt, positions=POSITIONS, metric=metric, plan=plan)
+        options = {"positions": POSITIONS, "metric": metric, "align": "end"}
+        result = sweep(model, masked, corrupt, plan=plan, **options)
         wanted = measured(changed).reshape(LAYERS, len(POSITIONS), 2)
         assert off(result, wanted, measured(base)) <= ALLOWED, plan
         assert POSITIONS[0] < FIRST

@@ -219,9 +219,7 @@ def test_positions_of_texts_of_several_lengths_are_refused() -> None:
 
 def test_mappings_of_different_shapes_are_refused() -> None:
     clean, corrupt = oracle.pair()
-    with pytest.raises(
-        ValueError, match=r"clean tokens are \(2, 13\) and corrupted ones \(2, 12\)"
-    ):
+    with pytest.raises(ValueError, match="pair 0 has 13 and 12 tokens"):
         sweep(gpt2(), {"input_ids": clean}, {"input_ids": corrupt[:, 1:]})
 
 

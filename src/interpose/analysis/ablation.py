@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.batches import rows_of
 
 _EVIDENCE = (
     "Evidence that the model needs a unit for this metric on these texts; not for what the unit computes, nor that a "
@@ -75,9 +76,9 @@ def ablation(
         prepend_bos: as in ``to_tokens``, for texts.
         progress: show a bar.
     """
-    rows = _rows(model, texts, prepend_bos)
+    rows = rows_of(model, texts, prepend_bos)
     if reference is not None:
-        reference = _rows(model, reference, prepend_bos)
+        reference = rows_of(model, reference, prepend_bos)
     options, how = _replacement(model, rows, site, by, reference, per_position, seed, batch_size)
     found = ip.sweep(
         model,
@@ -97,17 +98,9 @@ def ablation(
     return _scores(found, how)
 
 
-def _rows(model: Any, texts: Any, prepend_bos: bool | None) -> list[list[int]]:
-    """The tokens of each text, in the order they were given."""
-    found: dict[int, list[int]] = {}
-    for batch in ip.batches(model, texts, prepend_bos=prepend_bos):
-        found.update(zip(batch.numbers, batch.clean.tolist()))
-    return [found[number] for number in sorted(found)]
-
-
 def _replacement(
     model: Any,
-    rows: list[list[int]],
+    rows: list[Tensor],
     site: str | Sequence[str],
     by: str,
     reference: Any,
@@ -190,7 +183,9 @@ def _drawn(rows: Any, others: Any, seed: int) -> list[int]:
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for number, row in enumerate(rows):
-        fitting = [n for n, o in enumerate(others) if len(o) == len(row) and o != row]
+        fitting = [
+            n for n, o in enumerate(others) if len(o) == len(row) and not torch.equal(o, row)
+        ]
         if not fitting:
             raise ValueError(
                 f"text {number} has {len(row)} tokens, and no other text has as many: a value is taken from the same "

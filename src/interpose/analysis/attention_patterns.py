@@ -173,8 +173,7 @@ def attention_patterns(
         heads: which; by default all.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    one = isinstance(text, Sequence) and all(isinstance(token, int) for token in text)
-    batch, *more = ip.batches(model, [text] if one else text, batch_size=1, prepend_bos=prepend_bos)
+    batch, *more = ip.batches(model, text, batch_size=1, prepend_bos=prepend_bos)
     if more:
         raise ValueError(
             f"attention_patterns draws one text; got {1 + len(more)}. Call it once for each."

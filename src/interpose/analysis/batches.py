@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from interpose.errors import NothingSelected, Unsupported
+from interpose.models.running.masks import remember
+from interpose.models.running.rows import tokens_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
 from interpose.sweeps.reference import wanted_logits
@@ -84,14 +86,14 @@ class Batch:
             before: those that belong to earlier layers; the stream has what they did.
             **given: what a run takes; with ``names_filter`` its cache is returned, else logits.
         """
-        model, tokens = self.model, self.clean.repeat(times, 1)
+        model, tokens = self.model, remember(self.clean.repeat(times, 1))
         keeps = "names_filter" in given
         run = model.run_with_cache if keeps else model.run_with_hooks
         given = {"return_type": None if keeps else "logits", **given}
         try:
             if stream.ndim != 3:
                 raise Unsupported("several streams run side by side")
-            begun = {"start_at_layer": layer, **model.prepare(tokens)}  # with the mask of padding
+            begun = {"start_at_layer": layer, **model.prepare(tokens)}
             found = run(stream.repeat(times, 1, 1), fwd_hooks=list(fwd_hooks), **begun, **given)
         except Unsupported:
             found = run(tokens, fwd_hooks=[*before, *fwd_hooks], **given)
@@ -159,7 +161,7 @@ class Batch:
 
 def batches(
     model: Any,
-    clean: str | Sequence[str] | Tensor | Sequence[Sequence[int]],
+    clean: Any,
     corrupt: Any = None,
     *,
     batch_size: int = 16,
@@ -175,7 +177,8 @@ def batches(
 
     Args:
         model: a model of transformers, in eval mode.
-        clean: a text, several, or tokens [batch, pos].
+        clean: a text, several, tokens [pos] or [batch, pos] as a tensor or lists, or what a tokenizer returns. Padding
+            is taken off.
         corrupt: the texts to compare with, token by token; pairs of different lengths are refused.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
@@ -185,19 +188,14 @@ def batches(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
         )
     made = prompts.batches(
-        model,
-        _tokens_of(clean),
-        _tokens_of(corrupt),
-        size=batch_size,
-        prepend_bos=prepend_bos,
-        align=None,
+        model, clean, corrupt, size=batch_size, prepend_bos=prepend_bos, align=None
     )
     total = sum(len(part.numbers) for part in made)
     return [
         Batch(
             model=model,
-            clean=part.clean["input_ids"],
-            corrupt=None if part.corrupt is None else part.corrupt["input_ids"],
+            clean=tokens_of(part.clean),
+            corrupt=None if part.corrupt is None else tokens_of(part.corrupt),
             numbers=part.numbers,
             total=total,
             first=part.first,
@@ -206,16 +204,14 @@ def batches(
     ]
 
 
-def _tokens_of(given: Any) -> Any:
-    """The tokens of what a tokenizer returns, where they are all there is to it; anything else as it is."""
-    if not isinstance(given, Mapping):
-        return given
-    mask = given.get("attention_mask")
-    if set(given) - {"input_ids", "attention_mask"} or (
-        mask is not None and not bool(torch.as_tensor(mask).all())
-    ):
-        raise TypeError(
-            f"texts are strings, or tokens [batch, pos]; got a mapping of {', '.join(given)}, of which masks and the "
-            "like would be lost. Give texts of several lengths as lists of tokens, none padded."
-        )
-    return given["input_ids"]
+def rows_of(model: Any, texts: Any, prepend_bos: bool | None = None) -> list[Tensor]:
+    """The tokens of each text, [pos], in the order they were given, none padded.
+
+    Args:
+        model: a model of transformers, in eval mode.
+        texts: as in `batches`.
+        prepend_bos: as in ``to_tokens``, for texts.
+    """
+    made = batches(model, texts, prepend_bos=prepend_bos)
+    found = {number: row for part in made for number, row in zip(part.numbers, part.clean)}
+    return [found[number] for number in range(len(found))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from interpose.engine.hooks import Hook
 from interpose.engine.model import Model
+from interpose.models.running import masks
+from interpose.models.running.rows import as_arguments
+from interpose.sweeps import prompts
 
 Forward = Callable[[Model, Any], Any]
 """How to run a batch: ``lambda model, batch: model(batch["image"])``."""
@@ -29,29 +32,64 @@ def run_batches(
     Args:
         model: the model.
         loader: batches: a DataLoader or any iterable. Of a tuple the first element is the input; a
-            dictionary is passed as keywords. Tensors go to the model's device.
+            dictionary is passed as keywords. Tensors go to the model's device. To a model of transformers also texts,
+            tokens, or what a tokenizer returns, by themselves.
         hooks: what is live meanwhile.
         forward: how to run a batch instead.
         progress: show a bar, where there is a terminal or a notebook.
     """
     from tqdm.auto import tqdm
 
-    batches = tqdm(loader, desc="batches", disable=None if progress else True)
+    batches = tqdm(_batches(model, loader), desc="batches", disable=None if progress else True)
     with torch.no_grad(), _evaluating(model), model.hooks(list(hooks)):
         for batch in batches:
             (forward or _forward)(model, batch)
 
 
-def _forward(model: Model, batch: Any) -> None:
-    def there(value: Any) -> Any:
-        return value.to(model.device) if isinstance(value, Tensor) else value
+def _batches(model: Model, loader: Iterable[Any]) -> Iterable[Any]:
+    """Batches; of texts or tokens that are given by themselves, batches of one length."""
+    texts = isinstance(loader, (str, Mapping)) or (
+        isinstance(loader, Tensor) and not loader.is_floating_point()
+    )
+    if not texts or not hasattr(model, "to_tokens"):
+        return loader
+    return [
+        part.clean
+        for part in prompts.batches(model, loader, None, size=16, prepend_bos=None, align=None)
+    ]
 
+
+def _forward(model: Any, batch: Any) -> None:
+    def there(value: Any) -> Any:
+        return masks.moved(value, model.device) if isinstance(value, Tensor) else value
+
+    listed, reads = isinstance(batch, (tuple, list)), hasattr(model, "to_tokens")
+    if reads and listed and _is_tokens(batch):
+        batch = {"input_ids": batch}
     if isinstance(batch, Mapping):
-        model(**{name: there(value) for name, value in batch.items()})
-    elif isinstance(batch, (tuple, list)) and not isinstance(batch[0], str):
+        given = {name: there(value) for name, value in batch.items()}
+        model(**(_with_positions(model, given) if reads else given))
+    elif listed and not isinstance(batch[0], str):
         model(there(batch[0]))
     else:
         model(there(batch))
+
+
+def _with_positions(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the module takes for a padded batch, so that each text has the values that it has alone."""
+    made = as_arguments(model, given)
+    tokens, mask = made.get("input_ids"), made.get("attention_mask")
+    if tokens is None or tokens.ndim != 2 or "position_ids" in made:
+        return made
+    mask = model.mask_of(tokens) if mask is None else mask
+    fits = mask is not None and mask.shape == tokens.shape
+    return {**made, **model._with_mask(tokens, mask)} if fits else made
+
+
+def _is_tokens(batch: Sequence[Any]) -> bool:
+    """Whether a list is tokens of one or several texts, and no tuple of which the first is the input."""
+    first = batch[0] if isinstance(batch[0], (list, tuple)) else batch
+    return all(isinstance(token, int) for token in first)
 
 
 @contextmanager

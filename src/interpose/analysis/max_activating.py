@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import islice
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.analysis.batches import rows_of
 from interpose.render import colours
 from interpose.render.html import Markup, html_table
 from interpose.render.labelled import printable
@@ -165,7 +166,7 @@ def max_activating(
 
     Args:
         model: a model of transformers, in eval mode.
-        texts: texts or tokens; any iterable of them, read once, a part at a time.
+        texts: texts, tokens, or what a tokenizer returns; of an iterable each is read once, a part at a time.
         site: a kind of site.
         layer: which layer.
         units: which elements of the value; by default all.
@@ -190,13 +191,13 @@ def max_activating(
         raise ValueError("give units or direction, not both: directions are numbered from 0.")
     found: Found | None = None
     count = tokens = forwards = 0
-    for chunk in _chunks(texts, batch_size * _CHUNK, progress):
+    for chunk in _chunks(model, texts, batch_size * _CHUNK, progress):
         for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
             values = sign * _values(model, batch, site, layer, head, units, direction)
-            real = _real(model, batch.clean)
-            counted = real & (real.cumsum(1) > 1) if skip_first else real
+            counted = torch.ones_like(batch.clean, dtype=torch.bool)
+            counted[:, : int(skip_first)] = False
             found = _empty(values.shape[2], k, context) if found is None else found
-            found = _merged(found, _best_of(values, batch, real, counted, count, k, context))
+            found = _merged(found, _best_of(values, batch, counted, count, k, context))
             tokens, forwards = tokens + int(counted.sum()), forwards + 1
         count += len(chunk)
     if found is None:
@@ -221,17 +222,22 @@ def max_activating(
     )
 
 
-def _chunks(texts: Any, size: int, progress: bool) -> Iterator[list[Any]]:
+def _chunks(model: Any, texts: Any, size: int, progress: bool) -> Iterator[list[Any]]:
     """Texts, a part at a time."""
     from tqdm.auto import tqdm
 
-    if isinstance(texts, Tensor) and texts.ndim == 1:
-        texts = texts[None]
     every: Iterable[Any] = [texts] if isinstance(texts, str) else texts
+    if isinstance(texts, (Mapping, Tensor)) or _is_one_row(texts):
+        every = rows_of(model, texts)
     with tqdm(every, desc="texts", disable=None if progress else True) as bar:
         stream = iter(bar)
         while chunk := list(islice(stream, size)):
             yield chunk
+
+
+def _is_one_row(texts: Any) -> bool:
+    """Whether something is the tokens of one text, in a list."""
+    return isinstance(texts, Sequence) and bool(texts) and isinstance(texts[0], int)
 
 
 def _values(
@@ -271,16 +277,9 @@ def _values(
     return projected
 
 
-def _real(model: Any, tokens: Tensor) -> Tensor:
-    """Which positions are no padding, [example, pos], for tokens that came padded."""
-    mask = model.prepare(tokens).get("attention_mask")
-    return torch.ones_like(tokens).bool() if mask is None else mask.to(tokens.device).bool()
-
-
 def _best_of(
     values: Tensor,
     batch: ip.Batch,
-    real: Tensor,
     counted: Tensor,
     before: int,
     k: int,
@@ -295,9 +294,8 @@ def _best_of(
     chosen = _first_of_the_largest(flat, order.expand_as(flat), min(k, flat.shape[1]))
     example, pos = (chosen // length)[..., None], (chosen % length)[..., None]
     window = pos + torch.arange(-context, context + 1, device=values.device)  # [unit, k, window]
-    inside = (window >= 0) & (window < length)
+    outside = (window < 0) | (window >= length)
     window = window.clamp(0, length - 1)
-    outside = ~(inside & real[example, window])
     unit = torch.arange(units, device=values.device)[:, None, None]
     found = {
         "values": flat.gather(1, chosen),

@@ -228,8 +228,7 @@ def _sites(model: Any, site: str, layers: Layers | None) -> dict[int, str]:
 
 def _one(model: Any, text: Any, what: str, prepend_bos: bool | None) -> Tensor:
     """The tokens of a single text, [1, pos]."""
-    alone = isinstance(text, Sequence) and all(isinstance(token, int) for token in text)
-    parts = ip.batches(model, [text] if alone else text, prepend_bos=prepend_bos)
+    parts = ip.batches(model, text, prepend_bos=prepend_bos)
     if parts[0].total > 1:
         raise ValueError(f"{what} is one text; got {parts[0].total}. Call patchscope for each.")
     tokens: Tensor = parts[0].clean

@@ -21,6 +21,7 @@ from interpose.engine.model import Model
 from interpose.engine.points import HookPoint
 from interpose.errors import SiteNotFound
 from interpose.models.loading import as_model
+from interpose.models.running.masks import mask_at
 from interpose.sites.tree import Filter
 
 
@@ -221,7 +222,7 @@ class Statistics(Detector):
 def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
     """A value of a text, [batch, pos, ...], as [token, unit]: heads side by side, padding left out."""
     value = value.cpu() if value.device.type == "mps" else value  # mps has no float64
-    mask = hook.given.get("attention_mask")
+    mask = mask_at(hook)
     if mask is not None and mask.shape == value.shape[:2]:
         return value[mask.to(value.device) != 0].flatten(1)
     return value.flatten(2).flatten(0, 1)
@@ -257,7 +258,8 @@ def activation_statistics(
     Args:
         model: the model; each of its modules is put back in the mode it was in.
         loader: batches: a DataLoader or any iterable. Of a tuple the first element is the input; a
-            dictionary is passed as keywords.
+            dictionary is passed as keywords. For a model of transformers also texts, or tokens, or what a tokenizer
+            returns, by themselves.
         sites: where; None for the output of every module.
         forward: how to run a batch instead: ``lambda model, batch: model(batch["image"])``.
         progress: show a bar, where there is a terminal or a notebook.

@@ -16,6 +16,7 @@ from interpose.edits.sources import as_source, looked_up
 from interpose.engine.points import HookPoint
 from interpose.errors import EditError, EditShapeError
 from interpose.models.running import packed
+from interpose.models.running.masks import mask_at
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -166,7 +167,7 @@ class mean(Edit):
                 f"{self!r}: the mean over one value is that value; {hook.name!r} is "
                 f"{tuple(whole.shape)}. Give a larger batch, or mean=cache."
             )
-        mask = hook.given.get("attention_mask")
+        mask = mask_at(hook)
         batch, pos = batch_axis(hook.axes), spot.block.pos
         if mask is None or batch is None or pos is None or mask.ndim != 2:
             return whole.mean(axes, keepdim=True)
@@ -238,7 +239,7 @@ class resample(Edit):
                 f"{self!r}: its source has {tuple(given.shape)} for {hook.name!r}, which is "
                 f"{tuple(spot.whole.shape)}."
             )
-        mask = hook.given.get("attention_mask")
+        mask = mask_at(hook)
         if self.source is None and mask is not None and not bool(mask.all()):
             raise EditError(
                 f"{self!r}: the texts of the batch have different lengths, so that some would get the padding of "

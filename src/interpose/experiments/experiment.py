@@ -18,6 +18,8 @@ from interpose.engine.model import Model
 from interpose.experiments import saving, script
 from interpose.experiments.measure import Measured, measure, speaks_of_rows
 from interpose.models.loading import as_model, load
+from interpose.models.running.rows import read_tokens
+from interpose.models.running.text import is_text
 from interpose.sweeps import sweep as sweeps
 from interpose.sweeps.metrics import as_metric
 from interpose.sweeps.result import SweepResult
@@ -232,17 +234,16 @@ def _metrics(given: Any) -> Any:
 
 
 def _texts(given: Any, name: str) -> tuple[Any, ...] | None:
-    """Texts as a tuple; tokens as lists of numbers."""
+    """Texts as a tuple; tokens as lists of numbers, without padding that is known."""
     if given is None:
         return None
     if isinstance(given, str):
         return (given,)
-    if isinstance(given, Tensor):
-        given = given.tolist() if given.ndim == 2 else [given.tolist()]
-    found = [text if isinstance(text, str) else [int(token) for token in text] for text in given]
-    if len({isinstance(text, str) for text in found}) > 1:
+    found = given if isinstance(given, (Mapping, Tensor)) else list(given)
+    strings = {isinstance(text, str) for text in found}
+    if len(strings) > 1:
         raise TypeError(f"{name} are texts, or tokens, not both.")
-    return tuple(found)
+    return tuple(found if is_text(found) else read_tokens(found))
 
 
 _WORDS = (

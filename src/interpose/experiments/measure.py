@@ -13,6 +13,7 @@ from interpose.analysis.result import TableResult, number
 from interpose.edits.edit import Edit
 from interpose.edits.reference import mean, resample
 from interpose.errors import Unsupported
+from interpose.models.running.text import is_text
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
@@ -119,7 +120,8 @@ def measure(
 
     Args:
         model: a model of transformers, in eval mode.
-        inputs: a text, several, or tokens.
+        inputs: a text, several, tokens [pos] or [batch, pos] as a tensor or lists, or what a tokenizer returns. Each is
+            measured by itself, without its padding.
         metric: one of `ip.metrics`, a function of logits [batch, pos, d_vocab] that gives a number for each example,
             or several by name. `ip.metrics.kl` compares with the run without edits.
         edits: all in force at once.
@@ -135,12 +137,11 @@ def measure(
     metrics = {name: as_metric(given) for name, given in named.items()}
     if not metrics:
         raise ValueError("metric is an empty mapping; give at least one, by its name.")
-    if isinstance(inputs, Tensor):
-        inputs = inputs.reshape(-1, inputs.shape[-1]).tolist()
-    inputs = [inputs] if isinstance(inputs, str) else list(inputs)
     whole = any(map(speaks_of_rows, edits))
-    size = max(1, len(inputs)) if whole else batch_size
+    inputs = inputs if isinstance(inputs, (str, Mapping, Tensor)) else list(inputs)
+    size = 2**31 if whole else batch_size
     parts = batches(model, inputs, None, size=size, prepend_bos=prepend_bos, align=None)
+    total = sum(len(part.numbers) for part in parts)
     if whole and len(parts) > 1:
         which = next(edit for edit in edits if speaks_of_rows(edit))
         lengths = f"{parts[0].length} to {parts[-1].length}"
@@ -148,19 +149,27 @@ def measure(
             f"{which!r} speaks of rows of the batch, and texts of {lengths} tokens do not run in one. "
             "Give texts of one length, or measure them one by one."
         )
-    found = torch.zeros(2, len(metrics), len(inputs))
+    found = torch.zeros(2, len(metrics), total)
     for part in parts:
         found[:, :, list(part.numbers)] = _measured(
-            model, part, list(metrics.values()), edits, len(inputs)
+            model, part, list(metrics.values()), edits, total
         )
     return Measured(
-        inputs=tuple(inputs),
+        inputs=_given(inputs, parts),
         metrics=tuple(metrics),
         measured=tuple(map(label, metrics.values())),
         edits=tuple(map(repr, edits)),
         without=found[0],
         edited=found[1] if edits else None,
     )
+
+
+def _given(inputs: Any, parts: Sequence[Batch]) -> tuple[Any, ...]:
+    """The texts, or the tokens of each without padding."""
+    if is_text(inputs):
+        return (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    rows = [pair for part in parts for pair in zip(part.numbers, part.clean["input_ids"].tolist())]
+    return tuple(row for _, row in sorted(rows))
 
 
 def _measured(

@@ -121,12 +121,28 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
         if other is not None:
             mask = other.get("attention_mask")
             theirs = replace(mine, tokens=other["input_ids"], mask=mask)
+        for examples in (mine, theirs):
+            _must_look_at_text(task.metrics, examples)
         first = batch.first if task.edit is None else 0
         found = _rows(task, base, mine, proof, first, step)
         measures = [metric.bind(theirs) for metric in task.metrics]
         second = _measured(task, measures, base.other, base.batch)[:, 0].cpu()
         ends = (second, found.base) if backwards else (found.base, second)
         return Found(values=found.values, clean=ends[0], corrupt=ends[1], floors=found.floors)
+
+
+def _must_look_at_text(metrics: Sequence[Metric], examples: Examples) -> None:
+    """Refuse metrics at a position that is padding in some text: positions count columns where texts end together."""
+    mask = examples.mask
+    for metric in metrics:
+        if mask is None or not -mask.shape[1] <= metric.pos < mask.shape[1]:
+            continue
+        masked = (mask[:, metric.pos] == 0).nonzero()
+        if len(masked):
+            raise ValueError(
+                f"{metric!r} looks at position {metric.pos} of {mask.shape[1]}, which is masked in text "
+                f"{examples.numbers[int(masked[0])]}. Negative positions count from where texts end together."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

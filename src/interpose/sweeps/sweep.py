@@ -63,7 +63,8 @@ def sweep(
 
     Args:
         model: a model of transformers, in eval mode.
-        clean: a text, several, tokens [batch, pos], or a mapping of what the module takes.
+        clean: a text, several, tokens (a tensor or lists), or a mapping of what the module takes for each token, such
+            as a tokenizer returns; padding is taken off.
         corrupt: the texts to compare with, token by token; None for an edit that needs none.
         site: the kind of site (``resid_pre``, ``z``, ...), one (``("z", 5)``), or several for ``over="site"``.
         over: which axes to go through, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``.
@@ -77,13 +78,13 @@ def sweep(
         neurons: which features of the site's last axis.
         positions: which.
         plan: ``wavefront``, ``batches`` or ``one per cell``, to insist; by default the cheapest that is proven.
-        align: ``end`` pads the shorter text of a pair at the left; by default such pairs are refused.
+        align: ``end`` pads the shorter text of a pair (over positions: of all) at the left; by default it is refused.
         prepend_bos: as in ``to_tokens``, for texts.
         batch_size: how many examples run together, at most.
         max_rows: how many rows, at most; by default as many as fit in memory. A place's examples stay together.
         progress: True for a bar; or a function of how many rows are done of how many: False ends with `Cancelled`.
     """
-    return _Sweep(
+    task = _Sweep(
         model=model,
         places=Places(
             model=model,
@@ -96,18 +97,17 @@ def sweep(
         direction=direction,
         plan=plan,
         max_rows=max_rows,
-    ).run(
-        batches(
-            model,
-            clean,
-            corrupt,
-            size=_together(model, batch_size),
-            prepend_bos=prepend_bos,
-            align=align,
-        ),
-        progress,
-        several=isinstance(metric, Mapping),
     )
+    parts = batches(
+        model,
+        clean,
+        corrupt,
+        size=_together(model, batch_size),
+        prepend_bos=prepend_bos,
+        align=align,
+        together=task.places.by_position,
+    )
+    return task.run(parts, progress, several=isinstance(metric, Mapping))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class _Sweep:
         if len(lengths) > 1 and self.places.by_position:
             raise ValueError(
                 f"the texts have {lengths[0]} to {lengths[-1]} tokens, so that positions are not the same places. "
-                "Sweep over other axes, or give texts of one length."
+                "Sweep over other axes, give texts of one length, or let them end together: align='end'."
             )
         axes = self.places.axes(lengths[0])
         fixed = self.places.fixed(lengths[0])

@@ -26,6 +26,7 @@ from interpose.models.running.batching import (
     without_shortcuts,
 )
 from interpose.models.running.packed_run import PackedRun
+from interpose.models.running.rows import read, tokens_of
 from interpose.sites.tree import Filter
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def generate_batch(
 
     Args:
         model: a decoder; whether its packed texts come out right is tried first, once per model.
-        inputs: a list of texts, or of lists of token ids.
+        inputs: texts, tokens (a tensor or lists), or what a tokenizer returns; padding is taken off.
         names_filter: sites to capture; every row is kept with its request, position and token.
         hooks: as in `Model.hooks`, for this call; so ``fwd_hooks``.
         fwd_hooks: pairs (site, function).
@@ -142,18 +143,10 @@ def _refuse(root: Any) -> None:
 def _prompts(
     model: TransformerModel, inputs: Prompts, prepend_bos: bool | None
 ) -> dict[int, list[int]]:
-    if isinstance(inputs, str) or not len(inputs):
-        raise TypeError(f"generate_batch takes a list of texts or of token lists; got {inputs!r}")
-    rows: list[list[int]] = []
-    for number, given in enumerate(inputs):
-        if isinstance(given, str):
-            row: Any = model._encode([given], prepend_bos, truncate=True)[0]
-        else:
-            row = given.tolist() if isinstance(given, Tensor) else given
-        if not len(row):
-            raise ValueError(f"prompt {number} has no tokens, so there is nothing to go on from.")
-        rows.append([int(token) for token in row])
-    return dict(enumerate(rows))
+    rows = read(model, inputs, prepend_bos, truncate=True)
+    if not rows:
+        raise ValueError("there is no text to go on from: give at least one.")
+    return {number: tokens_of(row).tolist() for number, row in enumerate(rows)}
 
 
 def _texts(

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from interpose.engine.cache import Cache
 from interpose.engine.model import Model
 from interpose.errors import Unsupported
-from interpose.models.running import padding, segment
+from interpose.models.running import padding, rows, segment
 from interpose.models.running.text import is_text
 from interpose.models.running.trial import first_tensor
 
@@ -99,7 +99,7 @@ class Forward(Model):
         if start_at_layer is not None:
             given = self._start_arguments(input, kwargs)
         elif plain:
-            given = {**(input or {}), **kwargs}
+            given = {**rows.as_arguments(self, input or {}), **kwargs}
         else:
             given = self._arguments(input, kwargs, prepend_bos, padding_side, truncate)
         if start_at_layer is None and stop_at_layer is None:

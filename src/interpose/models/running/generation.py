@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interpose.models.running.rows import as_arguments, read, tokens_of
 from interpose.models.running.text import is_text
 from interpose.taps.context import current
 
@@ -25,6 +26,25 @@ def whereabouts(arguments: Mapping[str, Any]) -> tuple[int, int | None]:
     return (int(length()) if length is not None else 0), _PROMPT.get()
 
 
+def _given(
+    model: TransformerModel, texts: Any, prepend_bos: bool | None, padding_side: str | None
+) -> dict[str, Any]:
+    """What transformers' generate takes. A decoder goes on from the last column, so that no padding may be there."""
+    encodes = getattr(model.module.config, "is_encoder_decoder", False)
+    if is_text(texts):
+        side = padding_side or ("right" if encodes else "left")
+        return model.prepare(texts, prepend_bos=prepend_bos, padding_side=side)
+    given = as_arguments(model, texts) if isinstance(texts, Mapping) else model.prepare(texts)
+    tokens, mask = given.get("input_ids"), given.get("attention_mask")
+    if tokens is not None and mask is None:
+        mask = model.mask_of(tokens)
+    alone = set(given) <= {"input_ids", "attention_mask", "position_ids"}
+    if encodes or mask is None or not alone or bool((mask[:, -1] != 0).all()):
+        return given
+    rows = read(model, {"input_ids": tokens, "attention_mask": mask})
+    return model._with_mask(*model._as_batch([tokens_of(row).tolist() for row in rows], "left"))
+
+
 def generate(
     model: TransformerModel,
     input: str | list[str] | Tensor | Mapping[str, Any],  # noqa: A002 - TransformerLens's name
@@ -38,12 +58,7 @@ def generate(
     if return_type not in ("input", "str", "tokens"):
         raise ValueError(f"return_type is 'input', 'str' or 'tokens'; got {return_type!r}")
     encodes = getattr(model.module.config, "is_encoder_decoder", False)
-    padding_side = padding_side or ("right" if encodes else "left")
-    given = (
-        dict(input)
-        if isinstance(input, Mapping)
-        else model.prepare(input, prepend_bos=prepend_bos, padding_side=padding_side)
-    )
+    given = _given(model, input, prepend_bos, padding_side)
     given.pop("position_ids", None)  # transformers derives them from the mask, step by step
     if "attention_mask" not in given and "input_ids" in given:
         given["attention_mask"] = torch.ones_like(given["input_ids"])

@@ -23,8 +23,9 @@ _SHORT = 7  # of 11 positions: longer than the windows of tiny models
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Positions [batch, pos] that count from each text's first token."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+    """Positions [batch, pos] that count from each text's first token; holes inside the text count too."""
+    begun = (mask != 0).cumsum(-1) > 0
+    return (begun.cumsum(-1) - 1).clamp(min=0)
 
 
 def accepts(model: Model, name: str, *, outright: bool = True) -> bool:
