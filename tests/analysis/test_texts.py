@@ -245,9 +245,8 @@ def test_lenses_are_fitted_on_and_read_at_text_alone(kind: str) -> None:
         assert close(lens(model, given, **read).values, through), form
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_circuits_and_alignments_are_of_text_alone(kind: str) -> None:
-    model = model_of(kind)
+def test_circuits_and_alignments_are_of_text_alone() -> None:
+    model = model_of("one token for all")
     scores = ip.edge_attribution(model, CLEAN, CORRUPT, metric=LEAD)
 
     def both(a: Any, b: Any, **options: Any) -> list[Tensor]:
@@ -280,16 +279,15 @@ ONE: dict[str, Callable[[Any, Any], Tensor]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ONE)
 def test_methods_of_one_text_take_a_row_of_padded_ones(name: str, kind: str) -> None:
-    model, run = model_of(kind), ONE[name]
-    for number, text in enumerate(CLEAN):
-        alone = run(model, text)
-        for side in ("left", "right"):
-            tokens, given = model.to_tokens(CLEAN, padding_side=side), copied(model, CLEAN, side)
-            one = {key: value[number] for key, value in given.items()}
-            for form in (tokens[number], tokens[number : number + 1], one):
-                assert close(run(model, form), alone)
-        assert close(run(model, model.to_tokens(text)[0].tolist()), alone)
-        assert close(run(model, dict(model.tokenizer(text))), alone)
+    model, run, number = model_of(kind), ONE[name], 2
+    alone = run(model, CLEAN[number])
+    for side in ("left", "right"):
+        tokens, given = model.to_tokens(CLEAN, padding_side=side), copied(model, CLEAN, side)
+        one = {key: value[number] for key, value in given.items()}
+        for form in (tokens[number], tokens[number : number + 1], one):
+            assert close(run(model, form), alone)
+    assert close(run(model, model.to_tokens(CLEAN[number])[0].tolist()), alone)
+    assert close(run(model, dict(model.tokenizer(CLEAN[number]))), alone)
 
 
 # Runs and generation.

@@ -119,6 +119,16 @@ def test_copies_that_look_padded_are_asked_about(model: Any, side: str) -> None:
         model(tokens)  # a run alone measures nothing, and is transformers' own
 
 
+def test_a_pad_token_that_is_eos_tells_nothing() -> None:
+    model = speaking("gpt2", pad=False, pad_token="</s>")
+    given = model.tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with pytest.raises(ValueError, match="ends with '</s>' 3 times"):
+        read(model, given["input_ids"])
+    assert lists(read(model, given)) == alone(model)
+    for side in ("left", "right"):
+        assert lists(read(model, model.to_tokens(TEXTS, padding_side=side))) == alone(model)
+
+
 def test_the_question_says_what_to_give(model: Any) -> None:
     with pytest.raises(ValueError) as error:
         read(model, copy(model))
