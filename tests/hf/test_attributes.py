@@ -131,7 +131,7 @@ def missing(part: Any, name: str) -> str:
 def test_a_wrong_name_says_what_is_there() -> None:
     model = wired("gpt2")
     assert missing(model.blocks[1].mlp, "hook_pots") == (
-        "'blocks.1.mlp' has no 'hook_pots'. It has: hook_pre, hook_post, W_in, b_in, W_out, b_out."
+        "'blocks.1.mlp' has no 'hook_pots'. It has: hook_pre, hook_post, hook_in, W_in, b_in, W_out, b_out."
     )
     assert missing(model.ln_final, "W_Q") == (
         "'ln_final' has no 'W_Q'. It has: hook_normalized, hook_scale, w, b."
@@ -198,7 +198,7 @@ def test_completion_lists_what_is_there() -> None:
 def test_parts_print_shortly() -> None:
     model = wired("gpt2")
     assert repr(model.blocks[0].mlp) == (
-        "Part('blocks.0.mlp': hook_pre, hook_post, W_in, b_in, W_out, b_out)"
+        "Part('blocks.0.mlp': hook_pre, hook_post, hook_in, W_in, b_in, W_out, b_out)"
     )
     assert repr(model.embed) == "Part('embed': W_E)"
     assert repr(model.blocks).startswith("Parts('blocks': 2 blocks, the first with hook_resid_pre,")

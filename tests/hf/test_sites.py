@@ -69,6 +69,7 @@ def separate(at: str, q: str, k: str, v: str, out: str) -> dict[str, Raw]:
         "attn.hook_v": made(f"{at}.{v}", heads()),
         "attn.hook_z": given(f"{at}.{out}", heads()),
         "attn.hook_out": made(f"{at}.{out}"),
+        "attn.hook_in": given(at),
     }
 
 
@@ -79,6 +80,7 @@ def fused(at: str, qkv: str, out: str, q: Cut, k: Cut, v: Cut) -> dict[str, Raw]
         "attn.hook_v": made(f"{at}.{qkv}", v),
         "attn.hook_z": given(f"{at}.{out}", heads()),
         "attn.hook_out": made(f"{at}.{out}"),
+        "attn.hook_in": given(at),
     }
 
 
@@ -87,11 +89,12 @@ def gated(at: str) -> dict[str, Raw]:
         "mlp.hook_pre": made(f"{at}.gate_proj"),
         "mlp.hook_pre_linear": made(f"{at}.up_proj"),
         "mlp.hook_post": given(f"{at}.down_proj"),
+        "mlp.hook_in": given(at),
     }
 
 
 def plain(up: str, down: str) -> dict[str, Raw]:
-    return {"mlp.hook_pre": made(up), "mlp.hook_post": given(down)}
+    return {"mlp.hook_pre": made(up), "mlp.hook_post": given(down), "mlp.hook_in": given(up)}
 
 
 def norms(**paths: str) -> dict[str, Raw]:
@@ -100,6 +103,7 @@ def norms(**paths: str) -> dict[str, Raw]:
 
 def mixture(at: str, flat: Cut = by_batch) -> dict[str, Raw]:
     return {
+        "mlp.hook_in": given(at),
         "mlp.hook_experts_out": made(f"{at}.experts", flat),
         "mlp.hook_router_logits": made(f"{at}.gate", lambda each: flat(each[0])),
         "mlp.hook_expert_weights": made(f"{at}.gate", lambda each: flat(each[1])),
@@ -263,6 +267,7 @@ for layer in range(2):
                 "ln1.hook_normalized": made("self_attn_layer_norm"),
                 "ln2.hook_normalized": made("final_layer_norm", by_batch),
                 "mlp.hook_pre": made("fc1", by_batch),
+                "mlp.hook_in": given("fc1", by_batch),
                 "mlp.hook_post": given("fc2", by_batch),
                 "hook_attn_in": given("self_attn_layer_norm"),
                 "hook_attn_out": made("self_attn"),
@@ -981,12 +986,7 @@ def test_names_of_one_site_share_one_copy() -> None:
 
 def test_towers_have_names_of_their_own() -> None:
     model = of("t5")
-    assert {name.split(".")[0] for name in model.sites} == {
-        "hook_embed",
-        "encoder",
-        "decoder",
-        "unembed",
-    }
+    assert {name.split(".")[0] for name in model.sites} == {"encoder", "decoder", "unembed"}
     cache = cached("t5", ["encoder.blocks.-1.hook_out", "decoder.blocks.0.attn.q.hook_out"])
     assert "encoder.blocks.1.hook_resid_post" in cache
     assert "decoder.blocks.0.attn.hook_q" in cache
@@ -1029,7 +1029,7 @@ def test_a_misspelt_segment_says_what_is_there() -> None:
     assert text_of(SiteNotFound, "llama", "blocks.1.attn.hook_zz") == (
         "no site 'blocks.1.attn.hook_zz' in LlamaForCausalLM.\n"
         "  'blocks.1.attn' has: hook_q, hook_k, hook_v, hook_rot_q, hook_rot_k, hook_attn_scores, "
-        "hook_pattern, hook_z, hook_out, hook_result\n"
+        "hook_pattern, hook_in, hook_z, hook_out, hook_result\n"
         "  did you mean 'blocks.1.attn.hook_z'?   (list them: model.sites)"
     )
     assert text_of(SiteNotFound, "llama", ("rsid_post", 1)) == (
@@ -1124,7 +1124,7 @@ def test_a_filter_that_matches_nothing_is_an_error() -> None:
     assert text_of(NothingMatched, "llama", "blocks.*.hook_zz") == (
         "the glob 'blocks.*.hook_zz' matches no site in LlamaForCausalLM.\n"
         f"  sites are: hook_embed, ln_final.hook_normalized, ln_final.hook_scale, {some}, "
-        "... (59 in all)\n"
+        "... (63 in all)\n"
         "  `*` stays within one dotted segment and `**` spans many.   (list them: model.sites)"
     )
 

@@ -13,6 +13,19 @@ from interpose.sites.grammar import Tail
 from interpose.sites.lens import Lens
 from interpose.taps import values
 
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What one run of the probe had, so that an axis can be told by what its size follows."""
+
+    batch: int
+    lengths: tuple[int, ...] = ()
+    """Of its texts, in tokens; none where it had no text."""
+    shapes: dict[tuple[str, Tail], Shape] = field(default_factory=dict)
+    """Of values by path and tail."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -49,6 +62,10 @@ class Attention:
     path: str
     core: nn.Module
     scores_ndim: int = 4
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """Of queries, keys and scores in the probe (``q``, ``k``, ``scores``)."""
+    other_softmax: Shape | None = None
+    """Of a softmax in the same module that is not of its scores, so that these cannot be seen apart."""
     by: str
     """``interface``, ``kernel`` (a fused kernel call) or ``softmax`` (by hand)."""
     n_heads: int
@@ -56,10 +73,14 @@ class Attention:
     d_head: int
     d_value: int
     projections: dict[str, Place] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
+    """Projections that were told by their names: nothing the kernel gets has their numbers."""
     unturned: set[str] = field(default_factory=set)
     """Projections whose values reach the kernel as they are: nothing rotates or normalises them."""
     direct: set[str] = field(default_factory=set)
     """Projections that read the stream (or what its norm made of it) and nothing else."""
+    given: Place | None = None
+    """What the attention module itself is given, after the norm if one stands before it."""
     out: Place | None = None
     """The output projection's input, by head."""
     out_shape: tuple[int, ...] = ()
@@ -70,11 +91,13 @@ class FeedForward:
     """The MLP of a block, or its mixture of experts."""
 
     path: str
+    given: Place | None = None
+    """What the MLP itself is given, after the norm if one stands before it."""
     pre: Place | None = None
     pre_linear: Place | None = None
     down: Place | None = None
     router: Place | None = None
-    router_leaves: dict[str, values.Leaf] = field(default_factory=dict)
+    router_leaves: dict[str, tuple[values.Leaf, Shape]] = field(default_factory=dict)
     experts: Place | None = None
     expert_arguments: tuple[str, str] | None = None
     """What its experts call the chosen ones and their weights, if they take them."""
@@ -95,6 +118,10 @@ class Block:
     mixer: str | None = None
     norms: dict[str, Norm] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    undecided: str = ""
+    """Why nothing but its input and output could be told, if so."""
+    flat_in_order: bool = False
+    """Whether values with batch and positions in one axis have row after row in it."""
     sums: list[tuple[str, list[str], str]] = field(default_factory=list)
     """Additions that hold: the stream before, what is added, the stream after."""
     weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -117,9 +144,17 @@ class Anatomy:
 
     tokens: tuple[int, int] = (0, 0)
     """How many texts of how many tokens the probe had."""
+    sizes: Sizes | None = None
+    """The same with every length; None for one that was not probed."""
+    reads_text: bool = True
+    """Whether its own input is text, not images or sound."""
+    again: Callable[[], Sizes | None] | None = None
+    """Runs another probe, of other sizes, for axes that the first leaves open."""
     towers: list[Tower] = field(default_factory=list)
     embed: Place | None = None
     pos_embed: Place | None = None
+    embeddings: dict[str, Place] = field(default_factory=dict)
+    """Every embedding by its site's name, which begins with the prefix of the tower it feeds."""
     unembed: Place | None = None
     absent: dict[str, str] = field(default_factory=dict)
     weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)

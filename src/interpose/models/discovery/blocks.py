@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from interpose.models.discovery import feedforward, heads
-from interpose.models.discovery.anatomy import Attention, Block, Place
+from interpose.models.discovery.anatomy import Attention, Block, Place, Shape
 from interpose.models.discovery.norms import describe as describe_norm
 from interpose.models.discovery.record import Event, KernelCall, Recorder, Value, in_and_out, inside
 from interpose.models.discovery.stream import Addend, Spot, Step, Stream, is_norm, place_of, same
@@ -18,6 +18,11 @@ from interpose.sites.lens import Lens
 
 _MIXERS = re.compile(
     r"mamba|mixer|ssm|conv|linear_attn|recurrent|delta|rwkv|lstm|retention|attn|attention"
+)
+
+_NOT_FINITE = (
+    "the probe's values are not finite here (NaN or Inf), though every weight it used was: the parts "
+    "of this block cannot be told. model.probe(inputs) with inputs that stay finite finds them"
 )
 
 
@@ -29,6 +34,7 @@ class BlockReader:
         self.inner = inside(event.path, recorder.events)
         # A block called several times is read by its first call.
         self.inner = [e for e in self.inner if event.start < e.start < event.end]
+        self.softmaxes = recorder.softmaxes
         self.kernels = [k for k in recorder.kernels if event.start < k.time < event.end]
         self.stream = Stream(event, self.inner, precision=precision)
         pair = in_and_out(event)
@@ -41,14 +47,42 @@ class BlockReader:
         block, event = self.block, self.event
         block.sites["resid_pre"] = self._place(Spot(event, "input", self.pre))
         block.sites["resid_post"] = self._place(Spot(event, "output", self.post))
+        if not (self.pre.is_finite and self.post.is_finite):
+            block.undecided = _NOT_FINITE
+            return block
+        block.flat_in_order = self._flat_in_order()
         self._read_attention()
         steps = self.stream.steps(self.pre, self.post)
         if steps is None:
             self._without_stream()
         else:
+            # Numbers at the same places of the one axis and of the two add up: they lie alike.
+            spots = [s for step in steps for s in (step.total, *(a.spot for a in step.addends))]
+            block.flat_in_order |= any(len(spot.value.shape) == 2 for spot in spots)
             self._name_steps(steps)
         self._find_direct()
         return block
+
+    def _flat_in_order(self) -> bool:
+        """Whether a value with batch and positions in one axis is one with two, row after row."""
+        lead = self.pre.shape[:2]
+        seen = [value for event in self.inner for value in event.given if value.is_float]
+        flat = [v for v in seen if len(v.shape) == 2 and v.shape[0] == lead[0] * lead[1]]
+        apart = [v for v in (self.pre, *seen) if len(v.shape) == 3 and v.shape[:2] == lead]
+        return any(same(value, other) for value in flat for other in apart)
+
+    def _given(self, events: Sequence[Event], before: int) -> Place | None:
+        """What the outermost of some calls is given that does not normalise it first."""
+        for event in sorted(events, key=lambda e: e.start):
+            width = self.pre.shape[-1]
+            found = (v for v in event.given if v.is_float and v.shape[-1:] == (width,))
+            value = next(found, None)
+            if value is None or is_norm(event):
+                continue
+            norms = (e for e in inside(event.path, self.inner) if is_norm(e) and e.given)
+            if not any(e.start < before and same(e.given[0], value) for e in norms):
+                return self._place(Spot(event, "input", value))
+        return None
 
     def _find_direct(self) -> None:
         """Which projections read the stream, or what the branch's norm made of it."""
@@ -89,7 +123,21 @@ class BlockReader:
             names = [other.name for other in self.block.attentions]
             if found.name in names:
                 found.name = f"{found.name}_{len(names) + 1}"
+            holders = [e for e in self.inner if e.start < kernel.time < e.end]
+            found.given = self._given(holders, kernel.time)
+            found.other_softmax = self._other_softmax(kernel)
             self.block.attentions.append(found)
+
+    def _other_softmax(self, kernel: KernelCall) -> Shape | None:
+        """The shape of a softmax in a kernel's module that is not of its scores."""
+        if kernel.by == "interface":
+            return None
+        for path, time, shape in self.softmaxes:
+            within = f"{path}.".startswith(f"{kernel.path}.")
+            if within and self.event.start < time < self.event.end:
+                if shape != kernel.shapes.get("scores", shape):
+                    return shape
+        return None
 
     def _is_cross(self, found: Attention, around: Sequence[Event], kernel: KernelCall) -> bool:
         """Whether keys are made of something else than queries are."""
@@ -253,6 +301,7 @@ class BlockReader:
     def _read_mlp(self, path: str, events: Sequence[Event]) -> None:
         if self.block.mlp is None:
             self.block.mlp = feedforward.describe(path, events)
+            self.block.mlp.given = self._given(events, self.event.end)
 
 
 def _own_parameters(events: Sequence[Event]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -118,12 +118,54 @@ def _ends(found: Anatomy, tree: ModuleTree, events: Sequence[Event]) -> None:
         event = None if module is None else called.get(id(module)) or _tied(module, events)
         if event is not None and (name == "embed" or event.given[0].is_float):
             setattr(found, name, _whole(event))
+            if name == "embed":
+                _embeddings(found, "hook_embed", [e for e in events if _is_table(e, event)], events)
     blocks = [block.path for tower in found.towers for block in tower.blocks]
-    for event in events:
-        outside = not any(event.path.startswith(path) for path in blocks)
-        if outside and isinstance(event.module, nn.Embedding) and event.made:
-            if _POSITIONS.fullmatch(event.path.rsplit(".", 1)[-1].lower()):
-                found.pos_embed = _whole(event)
+    positions = [
+        event
+        for event in events
+        if isinstance(event.module, nn.Embedding)
+        and event.made
+        and _POSITIONS.fullmatch(event.path.rsplit(".", 1)[-1].lower())
+        and not any(event.path.startswith(path) for path in blocks)
+    ]
+    _embeddings(found, "hook_pos_embed", positions, events)
+    for prefix in ("", "decoder."):
+        found.pos_embed = found.pos_embed or found.embeddings.get(f"{prefix}hook_pos_embed")
+
+
+def _is_table(event: Event, known: Event) -> bool:
+    """Whether a call looks tokens up in the table of another: the same module, or a tied weight."""
+    weight = getattr(known.module, "weight", None)
+    if event.module is known.module:
+        return True
+    tied = weight is not None and getattr(event.module, "weight", None) is weight
+    return tied and isinstance(event.module, nn.Embedding) and bool(event.made)
+
+
+def _embeddings(found: Anatomy, name: str, calls: Sequence[Event], events: Sequence[Event]) -> None:
+    """Give each embedding the prefix of the tower it feeds."""
+    for event in calls:
+        tower = _fed(event, found.towers, events)
+        prefix = "" if tower is None else tower.prefix
+        found.embeddings.setdefault(f"{prefix}{name}", _whole(event))
+
+
+def _fed(event: Event, towers: Sequence[Tower], events: Sequence[Event]) -> Tower | None:
+    """The tower that lies nearest to a module; of several, the one that runs next."""
+    shared = {id(tower): _common(event.path, tower.path) for tower in towers}
+    nearest = [tower for tower in towers if shared[id(tower)] == max(shared.values())]
+    starts = {e.path: e.start for e in reversed(events)}
+    after = [tower for tower in nearest if starts[tower.blocks[0].path] > event.start]
+    return min(after, key=lambda tower: starts[tower.blocks[0].path], default=None) or next(
+        iter(nearest), None
+    )
+
+
+def _common(a: str, b: str) -> int:
+    """How many segments two paths begin with together."""
+    pairs = zip(a.split("."), b.split("."))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 _POSITIONS = re.compile(r"wpe|embed_positions|pos(ition)?(al|s)?_emb\w*")

@@ -30,7 +30,7 @@ def describe(path: str, events: Sequence[Event]) -> FeedForward:
         chosen = next(value for value in router.made if not value.is_float)
         for value in router.made:
             kind = "indices" if value is chosen else _router_kind(value, chosen)
-            found.router_leaves.setdefault(kind, value.leaf)
+            found.router_leaves.setdefault(kind, (value.leaf, value.shape))
     if found.experts is not None or router is not None:
         return found
     maps = linears(events)

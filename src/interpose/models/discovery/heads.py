@@ -49,6 +49,7 @@ def describe(kernel: KernelCall, inside: Sequence[Event], core: nn.Module) -> At
         path=kernel.path,
         core=core,
         scores_ndim=kernel.scores_ndim,
+        shapes=kernel.shapes,
         by=kernel.by,
         n_heads=n_heads,
         n_key_value_heads=k.shape[0] if k is not None else n_heads,
@@ -102,6 +103,7 @@ def _projection(
     for event in named:
         width = (linear_shape(event.module) or (0, 0))[1]
         if role == "q" and size and width == size * about.n_heads:
+            about.named.add(role)
             return _columns(event, Heads(tuple(range(0, width, size)), size))
     for event in reversed(before):
         found = None if heads is None else _find_beginning(value, event.made[0])
@@ -110,6 +112,7 @@ def _projection(
     for event in named:
         width = (linear_shape(event.module) or (0, 0))[1]
         if size and not width % size:
+            about.named.add(role)
             return _columns(event, Heads(tuple(range(0, width, size)), size))
     return None
 

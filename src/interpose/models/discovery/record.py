@@ -8,7 +8,7 @@ asked of any three values.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -44,6 +44,11 @@ class Value:
         """How many entries it has."""
         return int(np.prod(self.shape))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number that was kept of it is NaN or infinite."""
+        return all(bool(np.isfinite(part).all()) for part in (self.sketch, self.row, self.last))
+
 
 @dataclass(slots=True, eq=False)
 class Event:
@@ -68,24 +73,38 @@ class KernelCall:
     path: str
     time: int
     scores_ndim: int = 4
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of queries, keys and scores (``q``, ``k``, ``scores``) as far as they are known."""
     q: Value | None = None
     k: Value | None = None
     v: Value | None = None
 
 
 class Recorder(TorchFunctionMode):
-    """Hooks on every module for one forward pass, and an eye on attention kernels."""
+    """Hooks on every module for one forward pass, and an eye on attention kernels.
+
+    ``instead`` are tensors that stand in for some of the model's own, by their ids: it computes
+    with these, and is not touched.
+    """
 
     def __init__(
-        self, modules: Iterator[tuple[str, nn.Module]], *, batch: int, length: int
+        self,
+        modules: Iterator[tuple[str, nn.Module]],
+        *,
+        batch: int,
+        length: int,
+        instead: Mapping[int, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
         self.length = length
+        self._instead = instead or {}
         self._thread = threading.get_ident()
         self.modules = list(modules)
         self.events: list[Event] = []
         self.kernels: list[KernelCall] = []
+        self.softmaxes: list[tuple[str, int, tuple[int, ...]]] = []
+        """Every softmax outside of the interface: in which module, when, of what shape."""
         self.calls: dict[str, int] = {}
         self._stack: list[Event] = []
         self._time = 0
@@ -110,6 +129,11 @@ class Recorder(TorchFunctionMode):
                 handle.remove()
             self._settle()
             self._count_calls()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what the modules made is, as far as it was kept, neither NaN nor infinite."""
+        return all(value.is_finite for event in self.events for value in event.made)
 
     def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -200,6 +224,9 @@ class Recorder(TorchFunctionMode):
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor is not None:
                 setattr(call, name, self._first_token(tensor))
+                call.shapes[name] = tuple(tensor.shape)
+        if q is not None and k is not None:
+            call.shapes["scores"] = (*q.shape[:-1], k.shape[-2])
         self.kernels.append(call)
         return call
 
@@ -221,6 +248,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note attention computed without the interface: products before and after a softmax."""
         kwargs = kwargs or {}
+        if self._instead:
+            args, kwargs = values.mapped((args, kwargs), lambda t: self._instead.get(id(t), t))
         name = getattr(func, "__name__", "")
         if name not in _TOLD or not self._stack:
             return func(*args, **kwargs)
@@ -246,17 +275,18 @@ class Recorder(TorchFunctionMode):
 
     def _on_softmax(self, path: str, scores: Tensor) -> None:
         """Scores are what queries and keys multiply to, one number per pair of positions."""
+        self.softmaxes.append((path, self._tick(), tuple(scores.shape)))
         last = self._products[-1] if self._products else None
         if scores.shape[-2] != self.length or not self._products:
             return
         if last is None:
             found = self._add_kernel("softmax", path, None, None, None)
-            found.scores_ndim = scores.ndim
+            found.scores_ndim, found.shapes["scores"] = scores.ndim, tuple(scores.shape)
             return
         q, k = last
         if scores.shape[-2:] == (q.shape[-2], k.shape[-1]):
             found = self._add_kernel("softmax", path, q, k.transpose(-1, -2), None)
-            found.scores_ndim = scores.ndim
+            found.scores_ndim, found.shapes["scores"] = scores.ndim, tuple(scores.shape)
             self._waits_for_v.append(found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from torch import nn
 
@@ -17,6 +16,7 @@ from interpose.models.discovery.anatomy import (
     Tower,
 )
 from interpose.models.discovery.parts import why_not_plain
+from interpose.models.naming.axes import Axes, Layout, Rows
 from interpose.models.reach.derived import ExpertOutputs, HeadInputs, HeadResults, NormScale
 from interpose.models.reach.inner import Core, FunctionPoint, InnerPoint, Reach
 from interpose.models.reach.interface import Interface
@@ -43,6 +43,8 @@ ABOUT = {
     "mixer_in": "what the mixer reads",
     "attn_in": "what attention reads of the stream: an edit reaches attention alone",
     "cross_attn_in": "what cross attention reads of the stream: an edit reaches it alone",
+    "attn_given": "what the attention module is given, after its norm",
+    "mlp_given": "what the MLP itself is given, after its norm",
     "mlp_in": "what the MLP reads of the stream: an edit reaches the MLP alone",
     "q": "queries by head, as projected, before rotary",
     "k": "keys by head, as projected, before rotary",
@@ -75,7 +77,12 @@ ABOUT = {
 
 _NO_OWN = "no projection of this layer's own makes its {}"
 _INDIRECT = "the projection that makes its {} does not read the stream itself"
+_BY_NAME = "; told by its name alone, so model.check() before you rely on it"
 _MIXTURE = "this layer is a mixture of experts, each with neurons of its own"
+_INSIDE_ATTENTION = (
+    *("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result", "out"),
+)
+_OF_A_NORM = ("scale", "normalized")
 _WORDS = {"q": "queries", "k": "keys", "v": "values"}
 
 
@@ -83,15 +90,31 @@ class Table:
     """All sites of a model by canonical name, and for names that are no site, why."""
 
     def __init__(self, anatomy: Anatomy) -> None:
+        runs = [] if anatomy.sizes is None else [anatomy.sizes]
+        self._make(anatomy, Axes(anatomy, runs))
+        if self._axes.is_open and anatomy.again is not None:
+            more = anatomy.again()
+            if more is not None:
+                self._make(anatomy, Axes(anatomy, [*runs, more]))
+
+    def _make(self, anatomy: Anatomy, axes: Axes) -> None:
         self.sites: dict[str, Site] = {}
         self.absent: dict[str, str] = dict(anatomy.absent)
-        self._tokens = anatomy.tokens
+        self._axes = axes
         self._block: Block | None = None
         self._around: Stash | None = None
-        self._ends(anatomy)
+        self._rows: list[Rows] = []
+        """What the values under way may count: what their tower does comes first."""
+        towers = (
+            {} if anatomy.sizes is None else {t.prefix: axes.of_tower(t) for t in anatomy.towers}
+        )
+        self._ends(anatomy, towers)
         for tower in anatomy.towers:
+            self._rows = [towers[tower.prefix]] if towers else []
+            self._others = list(towers.values())
             self._tower(tower)
         if anatomy.unembed is not None:
+            self._rows = [*axes.texts, *towers.values()]
             logits = ("batch", "pos", "d_vocab")
             self._add("unembed.hook_in", _input(anatomy.unembed), STREAM, "unembed_in", named=True)
             self._add("unembed.hook_out", anatomy.unembed, logits, "unembed_out", named=True)
@@ -106,16 +129,31 @@ class Table:
         lens: Lens | None = None,
         switch: Switch | None = None,
         named: bool = False,
+        layout: Layout | str | tuple[str, ...] | None = None,
+        more: str = "",
     ) -> None:
-        """Add a site; one that must be ``named`` is not among those kept by default."""
+        """Add a site; one that must be ``named`` is not among those kept by default.
+
+        A value whose axes cannot be shown to be what they are called is absent.
+        """
         kind = kind or name.rsplit("hook_", 1)[1]
         inner = isinstance(place.module, InnerPoint)  # no module of the model: it has no path
         shown = lens or place.lens
-        if axes[:2] == ("batch", "pos") and self._is_flat(place) and self._around is not None:
-            shown = Batched(self._around, shown)
-            switch = self._around if switch is None else Switches((self._around, switch))
-        elif place.shape and lens is None and axes[-1].startswith("d_"):
-            axes = _axes_of(place, axes, self._tokens)
+        if layout is None and place.shape and self._rows:
+            in_order = self._block is not None and self._block.flat_in_order
+            layout = self._axes.of_value(place, self._rows, in_order=in_order)
+        if isinstance(layout, str):
+            self.absent[name] = layout
+            return
+        if isinstance(layout, tuple):
+            axes = layout
+        elif layout is not None:
+            axes = (*layout.names, *axes[2:])
+            if layout.flat and self._around is not None:
+                shown = Batched(self._around, shown)
+                switch = self._around if switch is None else Switches((self._around, switch))
+            if layout.swapped:
+                shown = Swapped(0, 1, shown)
         self.sites[name] = Site(
             name=name,
             canonical=name,
@@ -126,30 +164,28 @@ class Table:
             kind=kind,
             layer=None if self._block is None else self._block.index,
             axes=axes,
-            about=ABOUT.get(kind, kind.replace("_", " ")),
+            about=ABOUT.get(kind, kind.replace("_", " ")) + more,
             lens=shown,
             switch=switch,
             primary=not named,
             aliases=() if inner or shown is not None else (f"{place.path}{place.tail}",),
         )
 
-    def _is_flat(self, place: Place) -> bool:
-        """Whether batch and positions are one axis here, though not in the stream."""
-        stream = () if self._block is None else self._block.shape
-        return len(stream) >= 3 and len(place.shape) == 2 and place.shape[0] == prod(stream[:2])
-
-    def _ends(self, found: Anatomy) -> None:
-        if found.embed is not None:
-            self._add("hook_embed", found.embed, STREAM)
-        if found.pos_embed is not None:
-            self._add("hook_pos_embed", found.pos_embed, STREAM)
-        else:
+    def _ends(self, found: Anatomy, towers: dict[str, Rows]) -> None:
+        for name, place in found.embeddings.items():
+            prefix, _, _ = name.rpartition("hook_")
+            layout = self._axes.of_embedding(place, towers.get(prefix)) if place.shape else None
+            self._add(name, place, STREAM, layout=layout)
+        if found.pos_embed is None:
             self.absent["hook_pos_embed"] = "positions are not embedded by a module of their own"
 
     def _tower(self, tower: Tower) -> None:
         for block in tower.blocks:
             self._block, self._around = block, Stash(block.module)
             prefix = f"{tower.prefix}blocks.{block.index}."
+            if block.undecided:
+                self._undecided(prefix, block)
+                continue
             for kind, place in _in_order(block):
                 self._add(f"{prefix}hook_{kind}", place, STREAM, named=kind.endswith("_in"))
             for attention in block.attentions:
@@ -165,14 +201,24 @@ class Table:
         self._block = self._around = None
         if tower.final_norm is not None:
             self._norm(f"{tower.prefix}ln_final.", tower.final_norm)
-        for kind in ("scale", "normalized"):
+        for kind in _OF_A_NORM:
             if f"{tower.prefix}ln_final.hook_{kind}" not in self.sites:
                 reason = "no norm reads the last block's output"
                 self.absent.setdefault(f"{tower.prefix}ln_final.hook_{kind}", reason)
 
+    def _undecided(self, prefix: str, block: Block) -> None:
+        """Offer a block's input and output, and say of the rest why it is not there."""
+        for kind, place in block.sites.items():
+            self._add(f"{prefix}hook_{kind}", place, STREAM)
+        kinds = ("resid_mid", "attn_in", "attn_out", "mlp_in", "mlp_out")
+        names = [f"{prefix}hook_{kind}" for kind in kinds]
+        names += [f"{prefix}attn.hook_{kind}" for kind in _INSIDE_ATTENTION]
+        names += [f"{prefix}mlp.hook_{kind}" for kind in ("pre", "pre_linear", "post")]
+        names += [f"{prefix}{norm}.hook_{kind}" for norm in ("ln1", "ln2") for kind in _OF_A_NORM]
+        self.absent |= dict.fromkeys(names, block.undecided)
+
     def _no_attention(self, prefix: str) -> None:
-        inside = ("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result", "out")
-        names = [f"{prefix}attn.hook_{kind}" for kind in inside]
+        names = [f"{prefix}attn.hook_{kind}" for kind in _INSIDE_ATTENTION]
         for name in (*names, f"{prefix}hook_attn_out", f"{prefix}hook_attn_in"):
             if name not in self.sites:
                 self.absent[name] = "this block has no attention"
@@ -200,14 +246,18 @@ class Table:
                 continue
             place = Place(path=name, module=getattr(core, role), tail=OUTPUT)
             same = role in found.unturned  # nothing turns them: they are hook_q, hook_k
-            self._add(name, place, HEADS, lens=Swapped(1, 2), switch=core, named=same)
+            axes = self._kernel_axes(found, role, HEADS)
+            self._add(name, place, HEADS, lens=Swapped(1, 2), switch=core, named=same, layout=axes)
         for kind, point in (("attn_scores", core.scores), ("pattern", core.pattern)):
             if found.scores_ndim not in (3, 4):
                 self.absent[f"{at}hook_{kind}"] = f"its scores have {found.scores_ndim} axes"
                 continue
             place = Place(path=f"{at}{kind}", module=point, tail=OUTPUT)
             folded = Folded(found.n_heads) if found.scores_ndim == 3 else None
-            self._add(f"{at}hook_{kind}", place, PAIRS, lens=folded, switch=core)
+            axes = self._kernel_axes(found, "scores", PAIRS)
+            self._add(f"{at}hook_{kind}", place, PAIRS, lens=folded, switch=core, layout=axes)
+        if found.given is not None:
+            self._add(f"{at}hook_in", found.given, STREAM, "attn_given", named=True)
         if found.out is None:
             for kind in ("z", "result", "out"):
                 self.absent[f"{at}hook_{kind}"] = "no output projection follows attention"
@@ -225,12 +275,25 @@ class Table:
         else:
             self.absent[f"{at}hook_result"] = str(why)
 
+    def _kernel_axes(
+        self, found: Attention, what: str, usual: tuple[str, ...]
+    ) -> tuple[str, ...] | str:
+        """The axes of a value inside attention, or why they are not the usual ones."""
+        if not self._rows:
+            return usual
+        return self._axes.of_attention(found, self._rows[0], what)
+
     def _projection(self, prefix: str, at: str, role: str, block: Block, found: Attention) -> None:
         place, name = found.projections.get(role), f"{prefix}hook_{role}_input"
         if place is None:
             self.absent[f"{at}hook_{role}"] = self.absent[name] = _NO_OWN.format(_WORDS[role])
             return
-        self._add(f"{at}hook_{role}", place, HEADS)
+        crosses = found.name != "attn" and role != "q"
+        layout = None
+        if crosses and self._rows:  # keys and values of another tower
+            layout = self._axes.of_value(place, [*self._rows, *self._others], loose=True)
+        more = _BY_NAME if role in found.named else ""
+        self._add(f"{at}hook_{role}", place, HEADS, layout=layout, more=more)
         if found.name != "attn":
             return
         if role not in found.direct or not isinstance(place.lens, Heads):
@@ -258,6 +321,8 @@ class Table:
                 self._add(f"{at}hook_{kind}", place, INSIDE)
             else:
                 self.absent[f"{at}hook_{kind}"] = _MIXTURE if mixture else why
+        if found.given is not None:
+            self._add(f"{at}hook_in", found.given, STREAM, "mlp_given", named=True)
         if found.experts is not None:
             self._add(f"{at}hook_experts_out", found.experts, STREAM, named=True)
             self._expert_outputs(f"{at}hook_expert_out", found)
@@ -273,10 +338,10 @@ class Table:
 
     def _router(self, at: str, found: FeedForward, router: Place) -> None:
         for kind in ("weights", "indices"):
-            leaf = found.router_leaves.get(kind)
+            leaf, shape = found.router_leaves.get(kind, (None, ()))
             if leaf is not None:
                 tail = Tail(leaf=leaf)
-                place = Place(path=router.path, module=router.module, tail=tail, shape=router.shape)
+                place = Place(path=router.path, module=router.module, tail=tail, shape=shape)
                 self._add(f"{at}hook_expert_{kind}", place, ("batch", "pos", "chosen"))
         if any(p.ndim == 2 for p in router.module.parameters(recurse=False)):
             point = FunctionPoint(router.module, nn.functional.linear)
@@ -305,17 +370,3 @@ def _input(place: Place) -> Place:
     """The first tensor a module takes."""
     tail = Tail(call=place.tail.call, port="input", leaf=(0,))
     return Place(path=place.path, module=place.module, tail=tail, shape=place.shape)
-
-
-def _axes_of(place: Place, axes: tuple[str, ...], tokens: tuple[int, int]) -> tuple[str, ...]:
-    """Axes of a value that has not those of its kind: several streams, or no batch."""
-    shown = len(place.shape) + (1 if isinstance(place.lens, Heads) else 0)
-    if shown == len(axes) or "head" in axes:
-        return axes
-    if shown == 2:
-        return ("pos", axes[-1])
-    if shown == 4 and place.shape[1:3] == tokens:
-        return ("stream", "batch", "pos", axes[-1])
-    if shown == 4:
-        return ("batch", "pos", "stream", axes[-1])
-    return (*(f"axis_{i}" for i in range(shown - 1)), axes[-1])

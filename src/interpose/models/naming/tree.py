@@ -86,8 +86,8 @@ class SemanticTree(ModuleTree):
             count = self.blocks(prefix) or self.blocks("decoder.")
             number = int(layer) + count
             key = f"{prefix}blocks.{number if number >= 0 else layer}.{rest}"
-        if key.startswith("blocks.") and key not in self.table.sites:
-            # An encoder-decoder has no blocks without a prefix: its decoder's are meant.
+        if key not in self.table.sites:
+            # An encoder-decoder has no sites without a prefix: its decoder's are meant.
             if f"decoder.{key}" in self.table.sites or f"decoder.{key}" in self.table.absent:
                 return f"decoder.{key}"
         if key.endswith("mlp.hook_pre_linear") and key not in self.table.sites and key != name:

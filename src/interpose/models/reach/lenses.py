@@ -108,19 +108,37 @@ class Part(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped(Plain):
-    """Two axes exchanged: ``[batch, head, pos, d_head]`` shown as ``[batch, pos, head, d_head]``."""
+class Swapped:
+    """Two axes exchanged: ``[batch, head, pos, d_head]`` shown as ``[batch, pos, head, d_head]``.
+
+    Of what another lens shows, if there is one inside.
+    """
 
     first: int
     second: int
+    inner: Lens | None = None
 
-    def read(self, raw: Tensor, call: Any) -> Tensor:  # noqa: ARG002
+    @property
+    def needs_call(self) -> bool:
+        """As the lens inside."""
+        return self.inner is not None and self.inner.needs_call
+
+    @property
+    def in_place(self) -> bool:
+        """As the lens inside."""
+        return self.inner is not None and self.inner.in_place
+
+    def read(self, raw: Tensor, call: Any) -> Tensor:
         """The view."""
-        return raw.transpose(self.first, self.second)
+        value = raw if self.inner is None else self.inner.read(raw, call)
+        return value.transpose(self.first, self.second)
 
-    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor:  # noqa: ARG002
+    def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor | None:
         """Back again."""
-        return values.settled(value.transpose(self.first, self.second), raw)
+        value = value.transpose(self.first, self.second)
+        if self.inner is not None:
+            return self.inner.write(raw, value, call)
+        return values.settled(value, raw)
 
 
 @dataclass(frozen=True, slots=True)
