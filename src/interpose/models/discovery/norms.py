@@ -19,6 +19,8 @@ def describe(event: Event) -> Norm:
     given, made = event.given[0].row, event.made[0].row
     if name is None or given.size != made.size or not given.size:
         return Norm(place=place, why_not=f"{type(module).__name__} names no epsilon")
+    if not (event.given[0].is_finite and event.made[0].is_finite):
+        return Norm(place=place, why_not="its values are not finite in the probe (NaN or Inf)")
     eps = float(getattr(module, name))
     weight = getattr(module, "weight", None)
     weights = [np.ones_like(given)]
@@ -27,13 +29,17 @@ def describe(event: Event) -> Norm:
         weights = [numbers, 1 + numbers]
     bias = getattr(module, "bias", None)
     shift = 0.0 if bias is None else bias.detach().double().cpu().numpy().reshape(-1)
+    # A NaN in the weight says nothing: the other entries follow the formula or do not.
+    told = np.isfinite(weights[0] + shift)
+    if not told.any():
+        return Norm(place=place, why_not=f"no weight of its {type(module).__name__} is finite")
     fits: list[tuple[float, bool]] = []
     for centred in (False, True):
         unit = given - given.mean() if centred else given
         unit = unit / np.sqrt((unit**2).mean() + eps)
-        errors = [np.abs(unit * factor + shift - made).max() for factor in weights]
+        errors = [np.abs(unit * factor + shift - made)[told].max() for factor in weights]
         fits.append((float(min(errors)), centred))
     error, centred = min(fits)
-    if error > 3e-2 * np.abs(made).max():
+    if not error <= 3e-2 * np.abs(made[told]).max():
         return Norm(place=place, why_not=f"{type(module).__name__} follows neither usual formula")
     return Norm(place=place, centred=centred, eps=eps, eps_name=name)

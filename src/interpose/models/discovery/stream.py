@@ -76,7 +76,9 @@ def is_norm(event: Event) -> bool:
 
 def same(a: Value, b: Value) -> bool:
     """Whether two values are the same numbers, in whatever shape."""
-    return a.numel == b.numel and bool(len(a.sketch)) and bool(np.array_equal(a.sketch, b.sketch))
+    if a.numel != b.numel or not len(a.sketch):
+        return False
+    return bool(np.array_equal(a.sketch, b.sketch, equal_nan=True))
 
 
 class Stream:
