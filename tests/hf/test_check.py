@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.cli.main import main
 from interpose.engine.capture import CaptureRun, Cut
 from interpose.engine.points import HookPoint
 from interpose.engine.reading import ReadTap
@@ -64,6 +65,7 @@ PROMISES = {
     "patterns keep to the kernel",
     "rows of a pattern add up to one at most",
     "axes",
+    "rows are texts",
     "sums",
     "an edit has an effect",
     "nothing before it changes",
@@ -111,6 +113,31 @@ def test_layers_can_be_chosen() -> None:
     assert report.passed
     edited = {f.site for f in report.findings if f.promise == "an edit has an effect"}
     assert {name for name in report.sites if not name.startswith("blocks.0.")} == edited
+
+
+def test_layers_are_counted_from_the_end_too() -> None:
+    _, report = checked("gpt2", layers=[-1])
+    edited = {f.site for f in report.findings if f.promise == "an edit has an effect"}
+    assert {name for name in report.sites if not name.startswith("blocks.0.")} == edited
+
+
+@pytest.mark.parametrize("layers", [[12], [0, 2], [-3]])
+def test_layers_that_are_not_there_are_refused(layers: list[int]) -> None:
+    with pytest.raises(IndexError) as caught:
+        checked("gpt2", layers=layers)
+    assert str(caught.value) == f"layer {layers[-1]}: GPT2LMHeadModel has 2 layers (0 to 1)."
+
+
+def test_no_layers_at_all_are_refused() -> None:
+    with pytest.raises(IndexError, match="layers is empty: GPT2LMHeadModel has 2; None means"):
+        checked("gpt2", layers=[])
+
+
+def test_the_command_refuses_layers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "pocket", "--layers", "12"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "interpose check: layer 12: GPT2LMHeadModel has 7 layers (0 to 6)." in shown.err
 
 
 def test_inputs_are_made_where_none_are_given() -> None:
@@ -386,6 +413,22 @@ def test_other_sites_are_still_offered_after_one_failed(monkeypatch: pytest.Monk
         _, cache = model.run_with_cache(**tiny.inputs(model.module), names_filter=None)  # type: ignore[arg-type]
     assert not gone & set(cache)
     assert "blocks.0.hook_resid_pre" in cache
+
+
+def test_what_fails_in_one_block_is_withdrawn_in_blocks_that_were_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patterns_shown_afterwards(monkeypatch)
+    module = tiny.build("gpt2", layers=3)
+    model: Any = ip.wrap(module)
+    before = set(model.sites)
+    model.check(tiny.inputs(module), layers=[1])
+    gone = {f"blocks.{layer}.attn.hook_pattern" for layer in range(3)}
+    assert before - set(model.sites) == gone
+    assert model.sites.absent["blocks.1.attn.hook_pattern"].startswith("it failed its proof here: ")
+    for layer in (0, 2):
+        reason = model.sites.absent[f"blocks.{layer}.attn.hook_pattern"]
+        assert reason.startswith("it failed its proof in 'blocks.1.attn.hook_pattern': ")
 
 
 @pytest.mark.xfail(strict=True, reason="no proof yet compares a gate with what it is multiplied by")

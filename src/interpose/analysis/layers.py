@@ -29,7 +29,7 @@ def chosen_layers(layers: Layers, there: Sequence[int], count: int, what: str) -
     found = list(dict.fromkeys(one + count if one < 0 else one for one in asked))
     if not found:
         raise IndexError(f"layers is empty: {what} is in layers {list(there)}; None means all.")
-    if missing := [one for one in found if one not in there]:
+    if missing := [one for one in asked if (one + count if one < 0 else one) not in there]:
         raise IndexError(f"{what} is in layers {list(there)}, and not in layer {missing[0]}.")
     return found
 

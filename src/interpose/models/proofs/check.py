@@ -19,6 +19,7 @@ from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.proofs.edits import edit_of, in_place, moved, same, state
 from interpose.models.proofs.gradients import GradientProofs
 from interpose.models.proofs.report import Finding, Report
+from interpose.models.proofs.rows import prove_rows
 from interpose.models.running.trial import first_tensor, trial
 from interpose.sites.tree import Site
 
@@ -43,7 +44,22 @@ def check(
     given = dict(probe_inputs(model.root) if inputs is None else inputs)
     if "use_cache" in inspect.signature(model.root.forward).parameters:
         given.setdefault("use_cache", False)
+    _refuse_unknown(model, layers)
     return Check(model, given, layers, differences).run()
+
+
+def _refuse_unknown(model: TransformerModel, layers: Sequence[int] | None) -> None:
+    """A proof of layers that are not there would prove nothing, and say that all is well."""
+    counts = [len(tower.blocks) for tower in model.anatomy.towers]
+    most = max(counts, default=0)
+    if layers is not None and not len(layers):
+        raise IndexError(
+            f"layers is empty: {model.tree.label} has {most}; None means three of them."
+        )
+    for layer in layers or ():
+        if not -most <= layer < most:
+            there = f" (0 to {most - 1})" if most else ""
+            raise IndexError(f"layer {layer}: {model.tree.label} has {most} layers{there}.")
 
 
 @dataclass(slots=True)
@@ -71,12 +87,8 @@ class Check:
         before = state(model.module)
         with trial(model):
             self.bare = first_tensor(model.module(**given))
-            self._reads(chosen)
-            self._sums()
-            for site in chosen:
-                self._causal(site, ways=site.layer in (None, 0))
-            with torch.enable_grad():
-                GradientProofs(self).run(chosen, differences=self.differences)
+            if self._is_finite():
+                self._prove(chosen)
         self.note(
             "untouched", "", state(model.module) == before, "hooks, modes and parameters as before"
         )
@@ -88,18 +100,47 @@ class Check:
             seconds=time.perf_counter() - started,
             missing=tuple(missing(model)),
         )
-        for name, reason in report.failures().items():
-            if name in model.tree.table.sites:
-                model.tree.withdraw(name, f"it failed its proof here: {reason}")
+        self._withdraw(report, {site.canonical for site in chosen})
         return report
+
+    def _prove(self, chosen: Sequence[Site]) -> None:
+        self._reads(chosen)
+        prove_rows(self, chosen)
+        self._sums()
+        for site in chosen:
+            self._causal(site, ways=site.layer in (None, 0))
+        with torch.enable_grad():
+            GradientProofs(self).run(chosen, differences=self.differences)
+
+    def _is_finite(self) -> bool:
+        """Whether there is anything to compare: NaN is not even equal to itself."""
+        assert self.bare is not None
+        finite = bool(self.bare.isfinite().all())
+        if not finite:
+            about = "the bare output has NaN or Inf: nothing can be proven. ip.NaNGuard says where it begins"
+            self.note("the output is finite", "", False, about)
+        return finite
+
+    def _withdraw(self, report: Report, proven: set[str]) -> None:
+        """Offer no more what failed, nor the same site of blocks that were not tried."""
+        tree = self.model.tree
+        for name, reason in report.failures().items():
+            if name in tree.table.sites:
+                tree.withdraw(name, f"it failed its proof here: {reason}")
+            start, mark, rest = name.partition("blocks.")
+            kind = rest.partition(".")[2]
+            for layer in range(tree.blocks(start)) if mark else ():
+                other = f"{start}blocks.{layer}.{kind}"
+                if other in tree.table.sites and other not in proven:
+                    tree.withdraw(other, f"it failed its proof in {name!r}: {reason}")
 
     def _is_chosen(self, site: Site) -> bool:
         """Sites of the first, a middle and the last block, and those outside blocks."""
-        if site.layer is None or self.layers is not None:
-            return site.layer is None or site.layer in (self.layers or ())
-        prefix = site.canonical.split("blocks.")[0]
-        count = self.model.tree.blocks(prefix)
-        return site.layer in (0, count // 2, count - 1)
+        if site.layer is None:
+            return True
+        count = self.model.tree.blocks(site.canonical.split("blocks.")[0])
+        chosen = (0, count // 2, count - 1) if self.layers is None else self.layers
+        return site.layer in (layer + count if layer < 0 else layer for layer in chosen)
 
     def note(self, promise: str, site: str, passed: bool, about: str) -> None:
         """Write down what came out."""
