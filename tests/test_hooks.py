@@ -441,7 +441,7 @@ def test_torch_pre_hooks_get_the_arguments_as_torch_gives_them() -> None:
     assert torch.equal(output, (x * 2 + x + x) * 0.5)
     assert [len(args) for args in seen] == [3]
     output = model.run_with_hooks(
-        x, x, x, scale=0.5, fwd_hooks=[("input", ip.torch_hook(with_kwargs, pre=True))]
+        x, x + 1, x, scale=0.5, fwd_hooks=[("input", ip.torch_hook(with_kwargs, pre=True))]
     )
     assert torch.equal(output, (x + x) * 10)
     with pytest.raises(ip.EditShapeError, match="the module takes a dict"):

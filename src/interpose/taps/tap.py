@@ -39,13 +39,14 @@ class Call:
     """One call of a module as its listeners see it: the values, which they may replace.
 
     ``given`` are the arguments as torch has them; ``value`` is what the module returned, or before
-    the forward, the arguments by name. ``lent`` are arguments that were replaced. ``shared`` is
-    for listeners that do one thing together, such as keeping one copy of a value.
+    the forward, the arguments by name. ``lent`` are arguments that were replaced, ``replaced`` all
+    values, each with what took its place. ``shared`` is for listeners that do one thing together,
+    such as keeping one copy of a value.
     """
 
     __slots__ = (
-        "before", "changed", "given", "index", "lent", "module", "recomputed", "root", "shared",
-        "value",
+        "before", "changed", "given", "index", "lent", "module", "recomputed", "replaced", "root",
+        "shared", "value",
     )  # fmt: skip
 
     def __init__(
@@ -67,14 +68,22 @@ class Call:
         self.index: int | None = None
         self.changed = False
         self.lent: list[Lent] = []
+        self.replaced: list[tuple[Tensor, Tensor]] = []
         self.shared: dict[Any, Any] = {}
 
     def replace(self, leaf: values.Leaf, old: Tensor, new: Tensor, watched: str = "") -> None:
         """Put a tensor in the place of another; the model goes on with it.
 
-        ``watched`` names the site if the gradient of the new tensor is to be that of the old one.
-        Then neither may be written to later where the other is meant too.
+        A tensor that stands in several places stays one tensor if the same takes its place in them:
+        modules look for that (``nn.MultiheadAttention``: is the query also the key?).
+
+        ``watched`` names the site if the gradient of the new tensor is to be that of the old one, in
+        this place alone. Then neither may be written to later where the other is meant too.
         """
+        if not watched:
+            twins = (there for was, there in self.replaced if was is old)
+            new = next((there for there in twins if values.are_one(there, new)), new)
+            self.replaced.append((old, new))
         self.value = values.swap(self.value, leaf, new)
         self.changed = True
         if self.before:

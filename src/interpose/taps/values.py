@@ -89,9 +89,12 @@ def swap(value: Any, leaf: Leaf, new: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a container with every tensor put through a function."""
+    """A copy of a container with every tensor put through a function, once if it stands in several places."""
+    made: dict[int, Tensor] = {}
     for leaf, tensor in list(leaves(value)):
-        value = swap(value, leaf, change(tensor))
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+        value = swap(value, leaf, made[id(tensor)])
     return value
 
 
@@ -117,6 +120,44 @@ def twin(value: Tensor) -> Tensor:
     if is_plain(value) and value.is_contiguous() and not torch.is_inference_mode_enabled():
         return value.clone()
     return _copy(value, value)
+
+
+def are_one(one: Tensor, other: Tensor) -> bool:
+    """Whether two replacements of one tensor may be one tensor: equal, and so are their gradients.
+
+    Of gradients only what is plain to see counts: the same steps, none of which kept a tensor, from
+    the same tensors. Otherwise they stay two, as they are right in any case.
+    """
+    if type(one) is not Tensor or type(other) is not Tensor or one.is_meta or one is other:
+        return one is other
+    todo: list[tuple[Any, Any]] = [(one.grad_fn, other.grad_fn)]
+    done = set()
+    while todo:
+        pair = todo.pop()
+        if pair[0] is pair[1] or pair in done:
+            continue
+        done.add(pair)
+        a, b = (_constants(node) for node in pair)
+        if a is None or a != b:
+            return False
+        todo += zip(*([step for step, _ in node.next_functions] for node in pair))
+    return one.requires_grad == other.requires_grad and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(value: Tensor) -> Tensor:
+    """All that a tensor holds, for comparing: of any dtype, with the bits of NaN and -0."""
+    return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _constants(node: Any) -> Any:
+    """What a step of a graph does, if that does not depend on tensors it kept; None if it may, and for leaves."""
+    names = [name for name in dir(node) if "_saved_" in name]
+    if not getattr(node, "next_functions", ()) or any("_raw_saved_" in name for name in names):
+        return None
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return None
+    at = [number for _, number in node.next_functions]
+    return type(node), at, [getattr(node, name) for name in names]
 
 
 def stand_in(value: Tensor) -> Tensor:
