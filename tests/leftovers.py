@@ -1,11 +1,12 @@
-"""What hooks, attributes and values a module has: to compare before and after."""
+"""What hooks, attributes and values a module has, and which tensors live: to compare before and after."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _DICTIONARIES = (
     "_forward_hooks",
@@ -47,3 +48,9 @@ def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
         and all(torch.equal(one["values"][k], other["values"][k]) for k in one["values"])
         and torch.equal(one["random"], other["random"])
     )
+
+
+def living() -> dict[int, Tensor]:
+    """Every tensor that someone holds."""
+    gc.collect()
+    return {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)}

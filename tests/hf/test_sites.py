@@ -22,6 +22,7 @@ import interpose as ip
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
 from tests.hf import tiny
 from tests.hf.wired import of
+from tests.leftovers import living
 
 Cut = Callable[[Tensor], Tensor]
 
@@ -1155,3 +1156,15 @@ def test_a_model_in_64_bits_has_every_site_that_it_has_in_32(kind: str) -> None:
     if kind == "gpt_neox":  # attention and MLP side by side
         added = added + cache["attn_out", 1]
     assert (added - cache["resid_post", 1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "bloom"]
+)  # attention seen by its interface, by its softmax
+def test_a_probe_leaves_no_tensors_behind(kind: str) -> None:
+    before = living()  # held, so that no other tensor gets the id of one of them
+    model = ip.wrap(tiny.build(kind))
+    assert "blocks.1.attn.hook_z" in model.sites
+    assert living().keys() - before.keys()
+    del model
+    assert [tuple(left.shape) for key, left in living().items() if key not in before] == []

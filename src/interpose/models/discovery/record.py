@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
         value = Value(leaf, tuple(tensor.shape), tensor.is_floating_point(), None)
         if tensor.is_floating_point() and tensor.numel() and values.is_plain(tensor):
             flat = tensor.detach().reshape(-1)
-            places = _places(flat.numel(), flat.device)
+            places = torch.as_tensor(_places(flat.numel()), device=flat.device)
             first, last = self._rows(tensor.detach())
             value.source = _wide(torch.cat([flat[places], first, last]))
             self._pending.append(value)
@@ -301,16 +301,15 @@ _TOLD = {
 }
 
 
-@lru_cache(maxsize=512)
 def _wide(tensor: Tensor) -> Tensor:
     """In 32 bits; what has more keeps them, for its sums are compared in its own precision."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _places(size: int, device: torch.device) -> Tensor:
+@lru_cache(maxsize=512)
+def _places(size: int) -> npt.NDArray[np.int64]:
     """The same random places for every value of one size."""
-    order = np.random.default_rng(size).integers(0, size, PLACES)
-    return torch.as_tensor(order, device=device)
+    return np.random.default_rng(size).integers(0, size, PLACES)
 
 
 def inside(path: str, events: Sequence[Event]) -> list[Event]:
