@@ -1,26 +1,40 @@
-# `make demo` and `make test` do everything a fresh machine needs: they create .venv and install into it.
+# Each target does everything a fresh machine needs: it creates .venv and installs into it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test check format bench zoo pocket clean
+.PHONY: demo test exhaustive cpus check format bench zoo pocket clean
+
+# pip shows what it fetches, and how far it is: torch alone is hundreds of megabytes, and more where it brings CUDA.
+PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -c constraints.txt
 
 # One stamp per set of dependencies: a second call finds it and starts at once.
 $(VENV)/.run: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[transformers]"
-	touch $@
+	@test -x $(BIN)/python || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing torch, transformers and what they need into $(VENV): once, some minutes"
+	@$(PIP) -e ".[transformers]"
+	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
-	touch $@
+	@echo "Installing pytest, hypothesis, mypy and ruff into $(VENV): about 40 MB"
+	@$(PIP) -q -e ".[dev]"
+	@touch $@
 
 demo: $(VENV)/.run
 	$(BIN)/interpose demo
 
+# At most ten minutes on two cores; which tests these are: tests/selection.py.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not exhaustive"
+
+# All the others: every type of model, every dtype, long fuzzing, the studies.
+exhaustive: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) -m exhaustive
+
+# Tests whose numbers depend on the CPU, under every set of instructions this CPU has: about half an hour.
+cpus: $(VENV)/.dev
+	$(BIN)/python scripts/cpus.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

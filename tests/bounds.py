@@ -38,7 +38,9 @@ def assert_near(found: Any, wanted: Any, *sizes: Tensor | float, times: float = 
     """Equal to rounding; the numbers that are compared have a part in the size."""
     found, wanted = (torch.as_tensor(value).detach() for value in (found, wanted))
     bound = rounding(found, wanted, *sizes, times=times)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=bound, check_dtype=False)
+    torch.testing.assert_close(
+        found, wanted.expand_as(found), rtol=0, atol=bound, check_dtype=False
+    )
 
 
 def are_near(found: Tensor, wanted: Tensor, *sizes: Tensor | float, times: float = 1) -> bool:

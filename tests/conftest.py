@@ -12,9 +12,28 @@ import pytest
 import torch
 
 from interpose.taps import context, eager
+from tests import selection
+from tests.copies import odd_addresses
 
 # INTERPOSE_TEST_DEVICE=cuda runs the same tests there, where autograd has threads of its own.
 torch.set_default_device(os.environ.get("INTERPOSE_TEST_DEVICE", "cpu"))
+
+
+# INTERPOSE_TEST_COPIES=odd lets copies begin at odd addresses, for kernels that look at them.
+ODD = os.environ.get("INTERPOSE_TEST_COPIES") == "odd"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make exhaustive`."""
+    selection.mark(items)
+
+
+@pytest.fixture(autouse=ODD)
+def copies_at_odd_addresses() -> Iterator[None]:
+    """Every copy that takes a value's place begins where torch's allocator would put none."""
+    with odd_addresses():
+        yield
 
 
 @pytest.fixture(autouse=True)

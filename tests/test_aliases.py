@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import interpose as ip
 
+pytestmark = pytest.mark.bits
+
 ROLES = ("query", "key", "value")
 NAMES = [f"inner.input.{role}" for role in ROLES]
 

@@ -41,6 +41,7 @@ def blocks(text: str) -> list[tuple[str, str, str | None]]:
     return found
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run_and_print_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import interpose as ip
 
+pytestmark = pytest.mark.bits
+
 
 class Residual(nn.Module):
     """The value of `norm` is also the skip path; `inner` works in place on what it is given."""

@@ -16,7 +16,7 @@ from interpose.sites.grammar import Tail, compile_glob, is_glob, parse_tail, spe
 from interpose.sites.tree import ModuleTree
 
 settings.register_profile("grammar", derandomize=True, deadline=None, database=None)
-CHECKED = settings(settings.get_profile("grammar"), max_examples=500)
+CHECKED = settings(settings.get_profile("grammar"), max_examples=200)
 
 # Tails.
 

@@ -8,6 +8,7 @@ for bit.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections import Counter
@@ -29,7 +30,7 @@ from interpose.engine import listeners as engine_listeners
 from interpose.engine import scope as engine_scope
 from interpose.taps import context, eager
 
-PROGRAMS = 4_000
+PROGRAMS = (500, 4_000)
 
 # What a program is made of. Nothing here knows how it is run.
 
@@ -1337,11 +1338,12 @@ def hooks_in(steps: list[Any]) -> Iterator[HookSpec]:
                 yield step.hook
 
 
-def test_random_programs_observe_what_the_interpreter_predicts():
+@pytest.mark.parametrize("programs", PROGRAMS)
+def test_random_programs_observe_what_the_interpreter_predicts(programs):
     tally: Counter[str] = Counter()
 
     @settings(
-        max_examples=PROGRAMS,
+        max_examples=programs,
         deadline=None,
         derandomize=True,
         database=None,
@@ -1355,7 +1357,7 @@ def test_random_programs_observe_what_the_interpreter_predicts():
         event(f"blocks nested {nesting(program.steps)} deep")
 
     holds()
-    assert tally["programs"] >= 2_000, tally
+    assert tally["programs"] >= programs / 2, tally
     for kind in ("raised", "nested"):
         assert tally[kind] >= tally["programs"] / 5, tally
     for kind in ("hooks that ran", "caches", "foreign hooks that ran"):
@@ -1368,7 +1370,7 @@ def test_random_programs_observe_what_the_interpreter_predicts():
         "EditShapeError",
         "early stops",
     ):
-        assert tally[kind] >= 20, tally
+        assert tally[kind] >= programs / 200, tally
 
 
 # The same rules where they are easiest to see: each of these once went wrong.
@@ -1540,9 +1542,14 @@ def failures(seeds: range) -> Iterator[int]:
             yield seed
 
 
+@functools.cache
+def sound() -> list[int]:
+    """The seeds whose program does what the interpreter says, as long as nothing is broken."""
+    return sorted(set(range(300)) - set(failures(range(300))))
+
+
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.__name__)
 def test_a_broken_engine_is_noticed_within_three_hundred_programs(sabotage, monkeypatch):
-    sound = set(range(300)) - set(failures(range(300)))
-    assert len(sound) > 250
+    assert len(sound()) > 250
     sabotage(monkeypatch)
-    assert next(failures(sorted(sound)), None) is not None
+    assert next(failures(sound()), None) is not None

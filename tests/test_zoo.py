@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.copies import copied, odd_addresses
 from tests.zoo import CASES, DTYPES, Case
 
 pytestmark = [
+    pytest.mark.bits,
     # complex32 is all there is for complex numbers in half precision.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
@@ -30,14 +32,15 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def plain_cpu() -> Iterator[None]:
-    """One thread, no oneDNN (its bfloat16 convolutions crash where AMX is forbidden), no device mode.
+    """As many threads as the environment says, else one; no device mode, which turns fused kernels off.
 
-    A default device is a mode that sees every call of torch, and turns fused kernels off.
+    No oneDNN either, whose bfloat16 convolutions crash where AMX is forbidden, unless the environment
+    says which instructions it may use. A default device is a mode that sees every call of torch.
     """
     threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
     device = torch.get_default_device()
-    torch.set_num_threads(1)
-    torch._C._set_mkldnn_enabled(False)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch._C._set_mkldnn_enabled(onednn and "ONEDNN_MAX_CPU_ISA" in os.environ)
     torch.set_default_device(None if device.type == "cpu" else device)
     yield
     torch.set_default_device(device)

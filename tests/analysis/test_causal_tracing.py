@@ -18,6 +18,8 @@ from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 from tests.sweeps.oracle import Spot
 
+pytestmark = pytest.mark.bits
+
 ATTENTION = {"gpt2": "attn", "llama": "self_attn", "gemma2": "self_attn", "gpt_neox": "attention"}
 LAYERS, LENGTH, SAMPLES, ANSWER = 4, 6, 3, 11
 SUBJECT = [2, 3]

@@ -15,6 +15,8 @@ from tests.hf import tiny
 from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 
+pytestmark = pytest.mark.bits
+
 TYPES = ["gpt2", "llama", "gemma2", "gpt_neox"]
 LAYERS = 3
 SOURCE = torch.randint(10, 60, (1, 6), generator=torch.Generator().manual_seed(1))

@@ -19,6 +19,8 @@ from tests.leftovers import same_state, state_of
 from tests.sweeps import oracle
 from tests.sweeps.oracle import Spot
 
+pytestmark = pytest.mark.bits
+
 NAMES = ("gpt2", "llama", "gemma2", "gpt_neox")
 LAYERS, HEADS, LENGTH = 3, 4, 6
 METRIC = ip.metrics.logit_difference(11, 42)

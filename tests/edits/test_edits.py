@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import interpose as ip
 from tests.edits.models import LAYERS, built, by_hand, gradient, heads_of, ids, wrapped
 
+pytestmark = pytest.mark.bits
+
 KINDS = ["gpt2", "llama"]
 D = 32
 VECTOR = torch.linspace(-2, 2, D)

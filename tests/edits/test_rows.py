@@ -14,6 +14,8 @@ from interpose.edits.reference import other_rows
 from interpose.errors import EditShapeError
 from tests.edits.models import ids, talking, wrapped
 
+pytestmark = pytest.mark.bits
+
 WIDTH = 32
 MASK = torch.zeros(5, 6, dtype=torch.bool)  # rows 0 and 2 have one position, 1 and 4 two, 3 none
 for row, places in ((0, [1]), (1, [0, 3]), (2, [4]), (4, [2, 5])):

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import interpose as ip
 from tests.edits.models import ids, wrapped
 
+pytestmark = pytest.mark.bits
+
 D = 12
 
 

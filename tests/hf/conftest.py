@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so, and docs/models.md is made so."""
+def few_threads() -> Iterator[None]:
+    """One, unless the environment says more: models this small are faster so, and docs/models.md is made so."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     yield
     torch.set_num_threads(before)

@@ -23,6 +23,8 @@ from tests.hf import tiny
 from tests.hf.wired import of
 from tests.leftovers import same_state, state_of
 
+pytestmark = pytest.mark.bits
+
 Edit = Callable[[Tensor, Any], Tensor | None]
 
 # Every mechanism once: attention by the interface, by a kernel call, by a softmax of its own; groups

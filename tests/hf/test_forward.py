@@ -16,9 +16,12 @@ from transformers import DynamicCache
 import interpose as ip
 from interpose.models.running.forward import Output
 from interpose.models.transformer import TransformerModel
+from tests.bounds import assert_near
 from tests.hf import tiny
 from tests.hf.texts import TEXTS, speaking, tokenizer
 from tests.leftovers import hooks_on, same_state, state_of
+
+pytestmark = pytest.mark.bits
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +333,7 @@ def test_a_part_of_a_run_is_the_whole_run_without_the_rest(name: str) -> None:
         assert set(ran) == set(range(layer))
         with counted(model) as ran:
             output = model(residual, start_at_layer=layer, attention_mask=mask)
-        assert torch.equal(output, expected)
+        assert_near(output, expected)  # a copy of the residual lies elsewhere: kernels look at that
         assert set(ran) == set(range(layer, count))
     assert hooks_on(model.module) == before
 
@@ -339,7 +342,7 @@ def test_a_part_of_a_run_is_the_whole_run_without_the_rest(name: str) -> None:
 def test_layers_count_from_the_end_too(llama: Any, tokens: Tensor) -> None:
     expected, cache = llama.run_with_cache(tokens, names_filter=STREAM)
     assert torch.equal(llama(tokens, stop_at_layer=-1), cache["blocks.2.hook_resid_pre"])
-    assert torch.equal(llama(cache["blocks.2.hook_resid_pre"], start_at_layer=-1), expected)
+    assert_near(llama(cache["blocks.2.hook_resid_pre"], start_at_layer=-1), expected)
     for argument in ("start_at_layer", "stop_at_layer"):
         for layer in (4, -4):
             with pytest.raises(IndexError) as error:
@@ -354,7 +357,7 @@ def test_from_one_block_to_another(llama: Any, tokens: Tensor) -> None:
     with counted(llama) as ran:
         residual = llama(cache["blocks.1.hook_resid_pre"], start_at_layer=1, stop_at_layer=2)
     assert set(ran) == {1}
-    assert torch.equal(residual, cache["blocks.2.hook_resid_pre"])
+    assert_near(residual, cache["blocks.2.hook_resid_pre"])
     same = llama(cache["blocks.1.hook_resid_pre"], start_at_layer=1, stop_at_layer=1)
     assert torch.equal(same, cache["blocks.1.hook_resid_pre"])
     with pytest.raises(ValueError, match="stop_at_layer=1 comes before start_at_layer=2"):
@@ -382,14 +385,15 @@ def test_hooks_fire_in_the_blocks_that_run_and_only_there(llama: Any, tokens: Te
         output, part = llama.run_with_cache(
             residual, start_at_layer=1, fwd_hooks=edits, names_filter=[*STREAM, "*embed"]
         )
-        assert torch.equal(output, expected)
+        assert_near(output, expected)
         assert torch.equal(residual, kept)
         names = {name for name in cache if "blocks.0." not in name and name != "hook_embed"}
         assert len(names) == len(cache) - 5
         assert set(part) == names
-        assert all(torch.equal(part[name], cache[name]) for name in names)
+        for name in names:
+            assert_near(part[name], cache[name])
         with llama.hooks(fwd_hooks=edits):
-            assert torch.equal(llama(residual, start_at_layer=1), expected)
+            assert_near(llama(residual, start_at_layer=1), expected)
         stopped, part = llama.run_with_cache(
             tokens, stop_at_layer=1, fwd_hooks=edits, names_filter=STREAM
         )
@@ -428,7 +432,7 @@ def test_gradients_reach_the_residual_that_was_given(llama: Any, tokens: Tensor)
     )
     residual = cache["blocks.1.hook_resid_pre"].clone().requires_grad_()
     llama(residual, start_at_layer=1).square().sum().backward()
-    assert torch.equal(residual.grad, cache["blocks.1.hook_resid_pre_grad"])
+    assert_near(residual.grad, cache["blocks.1.hook_resid_pre_grad"])
     assert llama(tokens, stop_at_layer=2).requires_grad
     llama.module.zero_grad()
 
@@ -440,7 +444,7 @@ def test_a_loss_after_a_start_needs_the_tokens(llama: Any, tokens: Tensor) -> No
     with pytest.raises(ValueError, match="a loss needs the tokens, and this run has none: give in"):
         llama(residual, start_at_layer=1, return_type="loss")
     loss = llama(residual, start_at_layer=1, return_type="loss", input_ids=tokens)
-    assert torch.equal(loss, expected)
+    assert_near(loss, expected, llama(tokens))
     assert llama(residual, start_at_layer=1, return_type=None) is None
 
 
@@ -484,7 +488,7 @@ def test_some_starts_need_the_tokens_too(name: str, layer: int) -> None:
     residual = cache[f"blocks.{layer}.hook_resid_pre"]
     with pytest.raises(ip.Unsupported, match="It may work with the tokens of the run"):
         model(residual, start_at_layer=layer)
-    assert torch.equal(model(residual, start_at_layer=layer, input_ids=tokens), expected)
+    assert_near(model(residual, start_at_layer=layer, input_ids=tokens), expected)
 
 
 @torch.no_grad()
@@ -494,7 +498,7 @@ def test_pixels_are_asked_for() -> None:
     expected, cache = model.run_with_cache(pixels, names_filter="blocks.*.hook_resid_pre")
     residual = cache["blocks.1.hook_resid_pre"]
     assert torch.equal(model(pixels, stop_at_layer=1), residual)
-    assert torch.equal(model(residual, start_at_layer=1, pixel_values=pixels), expected)
+    assert_near(model(residual, start_at_layer=1, pixel_values=pixels), expected)
     with pytest.raises(TypeError, match="also needs what this model begins with: pixel_values="):
         model(residual, start_at_layer=1)
 
@@ -546,7 +550,7 @@ def test_other_threads_and_runs_inside_hooks_are_whole(llama: Any, tokens: Tenso
     for function in (meanwhile, in_a_thread):
         hooks = [("blocks.1.attn.hook_z", function)]
         output = llama.run_with_hooks(residual, start_at_layer=1, stop_at_layer=2, fwd_hooks=hooks)
-        assert torch.equal(output, cache["blocks.2.hook_resid_pre"])
+        assert_near(output, cache["blocks.2.hook_resid_pre"])
     assert len(found) == 4
     assert all(torch.equal(one, expected) for one in found)
 
@@ -564,7 +568,7 @@ def test_an_error_on_the_way_leaves_nothing_behind(llama: Any, tokens: Tensor) -
         llama.run_with_hooks(residual, start_at_layer=1, stop_at_layer=2, fwd_hooks=hooks)
     assert hooks_on(llama.module) == before
     expected = llama.module(input_ids=tokens).logits
-    assert torch.equal(llama(residual, start_at_layer=1), expected)
+    assert_near(llama(residual, start_at_layer=1), expected)
 
 
 # Ending early when nobody wants the output.

@@ -18,6 +18,8 @@ from tests.hf import tiny
 from tests.hf.texts import BOS, EOS, PAD, TEXTS, speaking, tokenizer
 from tests.leftovers import same_state, state_of
 
+pytestmark = pytest.mark.bits
+
 
 @pytest.fixture(scope="module")
 def llama() -> Any:

@@ -6,6 +6,7 @@ them, and logits are the module's own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.bounds import are_near
 from tests.hf import tiny
 
 LAYERS, LENGTH, FIRST = 3, 13, 5
@@ -154,6 +156,17 @@ def logits(module: nn.Module, inputs: Mapping[str, Tensor] | Tensor) -> Tensor:
     with torch.no_grad():
         output = module(**given)
     return output if isinstance(output, Tensor) else output.logits  # type: ignore[no-any-return]
+
+
+@functools.cache
+def some_logits(module: nn.Module) -> Tensor:
+    """Of one text: for their size, which says what rounding may do to numbers made of them."""
+    return logits(module, pair()[0])
+
+
+def near(module: nn.Module, found: Tensor, wanted: Tensor) -> bool:
+    """Whether numbers made of a module's logits are the same to rounding."""
+    return are_near(found, wanted, some_logits(module))
 
 
 def values(module: nn.Module, inputs: Any, spots: Iterable[Spot]) -> list[Tensor]:

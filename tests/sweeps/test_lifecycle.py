@@ -193,14 +193,14 @@ def test_hooks_that_stand_on_the_model_are_part_of_every_run(plan: str) -> None:
     result = sweep(model, *ends, plan=plan)
     assert len(model.list_hooks()) == 1
     model.reset_hooks()
-    assert torch.allclose(result.each[0], wanted, atol=1e-5)
+    assert oracle.near(model.module, result.each[0], wanted)
     assert float((wanted - without.each[0]).abs().max()) > 1e-2
     if plan == "auto":
         assert result.tally.plan == "one per cell"
         assert result.tally.why == "other hooks are on the model"
     with model.hooks(fwd_hooks=[("blocks.1.hook_mlp_out", half)]):
         result = sweep(model, *ends, plan=plan)
-    assert torch.allclose(result.each[0], wanted, atol=1e-5)
+    assert oracle.near(model.module, result.each[0], wanted)
     assert torch.equal(sweep(model, *ends).each, without.each)
 
 
@@ -229,7 +229,7 @@ def test_raw_hooks_before_a_block_are_part_of_every_run_once(site: str) -> None:
         wanted = (last[..., 20] - last[..., 33]).reshape(LAYERS, LENGTH, 2)
         for plan in PLANS:
             found = sweep(model, clean, corrupt, site=site, plan=plan)
-            assert torch.allclose(found.each[0], wanted, atol=1e-5), plan
+            assert oracle.near(model.module, found.each[0], wanted), plan
     assert float((wanted - plain.each[0]).abs().max()) > 1e-2
 
 
@@ -239,7 +239,7 @@ def test_raw_hooks_of_torch_are_part_of_every_run() -> None:
     with oracle.Spot(model.module.transformer.h[1].mlp, leaves=True).through(lambda x: x * 0.5):
         for plan in PLANS:
             result = sweep(model, *ends, plan=plan)
-            assert torch.allclose(result.each[0], wanted, atol=1e-5), plan
+            assert oracle.near(model.module, result.each[0], wanted), plan
 
 
 def test_a_standing_hook_sees_the_texts_and_nothing_else() -> None:
@@ -295,7 +295,7 @@ def test_a_hundred_pairs_and_the_same_numbers_again() -> None:
             model, clean[number], corrupt[number], plan="one per cell",
             **(options | {"metric": ip.metrics.logit_difference(answers[number], instead[number])}),
         )  # fmt: skip
-        assert torch.allclose(alone.each[..., 0], result.each[..., number], atol=1e-3)
+        assert oracle.near(model.module, alone.each[..., 0], result.each[..., number])
 
 
 def in_threads(models: list[Any], wanted: list[Tensor], options: list[dict[str, Any]]) -> list[Any]:
@@ -308,7 +308,7 @@ def in_threads(models: list[Any], wanted: list[Tensor], options: list[dict[str, 
             begin.wait()
             for _ in range(6):
                 found = sweep(models[number], *oracle.pair(), **options[number]).each
-                if not torch.allclose(found, wanted[number], atol=1e-5):
+                if not oracle.near(models[number].module, found, wanted[number]):
                     wrong.append((number, float((found - wanted[number]).abs().max())))
         except BaseException as error:
             wrong.append((number, error))

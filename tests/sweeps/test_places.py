@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import interpose as ip
+from tests.bounds import assert_near
+
+pytestmark = pytest.mark.bits
 
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
@@ -35,19 +38,20 @@ def patched(model: ip.TransformerModel, site: str, **where: Any) -> float:
 def test_what_is_no_axis_but_was_chosen_holds_at_every_place(
     model: ip.TransformerModel, plan: str
 ) -> None:
+    logits = model(CORRUPT)
     one = sweep(model, site="z", over="layer", layers=[6], heads=[0], plan=plan)
-    assert float(one.values) == pytest.approx(patched(model, "z", layer=6, head=0), abs=1e-4)
+    assert_near(one.values, patched(model, "z", layer=6, head=0), logits)
     whole = sweep(model, site="z", over="layer", layers=[6], plan=plan)
     assert abs(float(one.values - whole.values)) > 1
     there = sweep(model, site="z", over=("layer", "head"), positions=9, plan=plan)
     wanted = patched(model, "z", layer=5, head=3, pos=9)
-    assert float(there.values[5, 3]) == pytest.approx(wanted, abs=1e-4)
+    assert_near(there.values[5, 3], wanted, logits)
     assert abs(wanted - patched(model, "z", layer=5, head=3)) > 0.05
     before = sweep(model, site="z", over=("layer", "head"), positions=[0], plan=plan)
-    assert not before.effect.abs().max() > 1e-5
+    assert_near(before.effect, torch.zeros(()), logits)
     neuron = sweep(model, site="post", over="layer", layers=-1, neurons=7, plan=plan)
     wanted = patched(model, "post", layer=6, neuron=7)
-    assert float(neuron.values) == pytest.approx(wanted, abs=1e-4)
+    assert_near(neuron.values, wanted, logits)
 
 
 def test_one_layer_may_be_said_in_four_ways(model: ip.TransformerModel) -> None:
@@ -77,7 +81,7 @@ def test_all_neurons_are_gone_through_unless_some_are_chosen(model: ip.Transform
     assert found.axes["neuron"] == list(range(model.cfg.d_mlp))
     some = sweep(model, site="post", over=("layer", "neuron"), layers=6, neurons=[3, -1])
     assert some.axes["neuron"] == [3, 767]
-    assert torch.allclose(some.values, found.values[:, [3, 767]], atol=1e-5)
+    assert_near(some.values, found.values[:, [3, 767]], model(CORRUPT))
 
 
 @pytest.mark.parametrize(

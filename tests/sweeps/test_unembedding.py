@@ -14,6 +14,8 @@ from interpose.models.transformer import TransformerModel
 from tests.sweeps import oracle
 from tests.sweeps.oracle import LENGTH
 
+pytestmark = pytest.mark.bits
+
 METRIC = ip.metrics.logit_difference(20, 33)
 
 
@@ -40,9 +42,9 @@ def test_positions_of_the_unembedding_are_those_of_the_text(site: str) -> None:
     ends = [lead(model, tokens) for tokens in (clean, corrupt)]
     options: dict[str, Any] = {"site": [site], "over": ("site", "pos"), "positions": places}
     patched = sweep(model, clean, corrupt, **options).each[0, 0]
-    assert torch.allclose(patched, torch.stack([ends[1], ends[1], ends[0]]), atol=1e-5)
+    assert oracle.near(model.module, patched, torch.stack([ends[1], ends[1], ends[0]]))
     zeroed = sweep(model, clean, edit=ip.zero, **options).each[0, 0]
-    assert torch.allclose(zeroed, torch.stack([ends[0], ends[0], 0 * ends[0]]), atol=1e-5)
+    assert oracle.near(model.module, zeroed, torch.stack([ends[0], ends[0], 0 * ends[0]]))
     assert float(ends[0].abs().min()) > 1e-2
 
 
@@ -62,7 +64,7 @@ def test_hooks_of_others_see_all_logits(edit: Any, moved: float) -> None:
         found = sweep(model, *ends)
     for name in ("each", "clean", "corrupt"):
         wanted = getattr(plain, name) + moved
-        assert torch.allclose(getattr(found, name), wanted, atol=1e-4), name
+        assert oracle.near(model.module, getattr(found, name), wanted), name
 
 
 def test_hooks_of_torch_on_the_unembedding_see_all_logits() -> None:
@@ -77,7 +79,7 @@ def test_hooks_of_torch_on_the_unembedding_see_all_logits() -> None:
     found = sweep(model, *ends)
     handle.remove()
     assert {shape[-1] for shape in seen} == {99}
-    assert torch.allclose(found.each, plain.each - 13, atol=1e-4)
+    assert oracle.near(model.module, found.each, plain.each - 13)
 
 
 def test_somebody_who_looks_only_later_changes_nothing() -> None:

@@ -23,6 +23,8 @@ from interpose.dialects.transformer_lens.generation import FrequencyPenalty, opt
 from tests.hf import tiny
 from tests.leftovers import hooks_on
 
+pytestmark = pytest.mark.bits
+
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 
 

@@ -1,0 +1,93 @@
+"""What `make test` runs of tests that have many parameters, or take long; the rest is marked `exhaustive`.
+
+`make exhaustive` runs the rest, and plain pytest everything. Two rules:
+
+- A test over many types of models runs on a dozen, `DOZEN`, which have one of each mechanism.
+- `KEPT` says for other tests which parameters stay, by words of their ids; none, if the whole test is long.
+
+Each promise and each method still has its tests in `make test`: what is left out is more of the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+DOZEN = """
+    gpt2 llama mistral gemma2 gptj bloom falcon olmo2 mixtral gpt_oss mamba qwen3_next bert t5 vit
+""".split()
+MANY = 8
+"""A test over fewer types has chosen them itself."""
+
+SHORT = "ablate_head patch_paris_to_rome read_activation"
+KEPT: dict[str, str] = {
+    "tests/test_zoo.py::test_nothing_changes_when": "float32",
+    "tests/test_zoo.py::test_reading_outputs_gives_what_torch_hooks_see": "float32 bfloat16",
+    "tests/test_zoo.py::test_every_call_and_element_has_the_name_the_grammar_gives_it": "float32",
+    "tests/test_zoo.py::test_reading_inputs_gives_what_torch_pre_hooks_see": "float32 bfloat16",
+    "tests/test_zoo.py::test_edits_by_return_and_in_place_are_the_same_and_equal_a_torch_hook": "float32",
+    "tests/test_zoo.py::test_edits_of_inputs_by_return_and_in_place_are_the_same": "float32",
+    "tests/test_zoo.py::test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place": "float32",
+    "tests/test_zoo.py::test_the_gradient_of_a_site_asked_for_alone_is_the_same": "frozen",
+    "tests/test_zoo.py::test_nothing_changes_with_copies_at_odd_addresses_when": "add_zero_to_everything_in_place",
+    "tests/test_docs.py::test_examples_run": " ".join(f"{name}.py" for name in SHORT.split()),
+    "tests/test_programs.py::test_random_programs_observe_what_the_interpreter_predicts": "500",
+    "tests/training/test_pocket.py::test_every_held_out_set_is_answered": "",
+    "tests/training/test_pocket.py::test_the_tokenizer_is_the_one_the_training_command_builds": "",
+    "tests/training/test_pocket.py::test_name_movers_look_at_the_answer_copy_it_and_are_needed_for_it": "",
+    "tests/training/test_pocket.py::test_three_heads_that_have_no_part_can_go": "",
+    "tests/dialects/transformer_lens/test_studies.py::test_sums_are_waves": "",
+    "tests/dialects/transformer_lens/test_studies.py::test_a_head_that_looks_back_feeds_the_heads_that_repeat": "",
+    "tests/dialects/transformer_lens/test_studies.py::test_a_head_weighs_the_brackets_that_follow": "",
+    "tests/experiments/test_experiments.py::test_the_script_prints_what_the_experiment_prints": "sweep",
+    "tests/hf/test_check.py::test_every_promise_holds": "llama bloom",
+    "tests/hf/test_batches.py::test_every_request_is_as_by_itself": "llama gpt2 mixtral",
+    "tests/hf/test_batches.py::test_an_edit_does_what_it_does_in_generate": "llama",
+    "tests/sweeps/test_plans.py::test_rows_may_come_in_any_number_at_a_time": "1 3 8 13 32",
+    "tests/sweeps/test_planning.py::test_groups_cost_least_of_all_partitions": "0 1 2 3 4 5",
+}
+
+
+def mark(items: Iterable[pytest.Item]) -> None:
+    """Mark what is exhaustive. A kept word that no test has is a mistake, and said so."""
+    by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        by_test[item.nodeid.split("[")[0]].append(item)
+    for name, found in by_test.items():
+        if name in KEPT:
+            _mark(name, {id(item): _words(item) for item in found}, found, KEPT[name].split())
+        else:
+            types = {id(item): _types(item) for item in found}
+            if len(set().union(*types.values())) >= MANY:
+                _mark(name, {key: set(DOZEN) & of for key, of in types.items()}, found, None)
+
+
+def _mark(
+    name: str, words: dict[int, set[str]], items: list[pytest.Item], keep: list[str] | None
+) -> None:
+    """Mark the items of one test that have none of the words, or, without a list of words, none at all."""
+    missing = set(keep or ()) - set().union(*words.values())
+    if missing and len(items) > 1:  # one alone was asked for by its id
+        raise pytest.UsageError(
+            f"tests/selection.py keeps {sorted(missing)} of {name}, which has no such"
+        )
+    for item in items:
+        if not (words[id(item)] if keep is None else words[id(item)] & set(keep)):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def _words(item: pytest.Item) -> set[str]:
+    """The parts of an item's id between dashes."""
+    return set(item.nodeid.partition("[")[2].removesuffix("]").split("-"))
+
+
+def _types(item: pytest.Item) -> set[str]:
+    """The types of models among an item's parameters."""
+    tiny = sys.modules.get("tests.hf.tiny")  # there, if any of these tests is
+    known = set().union(*tiny.KINDS.values()) if tiny is not None else set()
+    given = getattr(item, "callspec", None)
+    values = given.params.values() if given is not None else ()
+    return {value for value in values if isinstance(value, str) and value in known}
