@@ -24,9 +24,9 @@ ODD = os.environ.get("INTERPOSE_TEST_COPIES") == "odd"
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make exhaustive`."""
-    selection.mark(items)
+    selection.mark(items, whole=not any("::" in argument for argument in config.args))
 
 
 @pytest.fixture(autouse=ODD)

@@ -51,31 +51,29 @@ KEPT: dict[str, str] = {
 }
 
 
-def mark(items: Iterable[pytest.Item]) -> None:
-    """Mark what is exhaustive. A kept word that no test has is a mistake, and said so."""
+def mark(items: Iterable[pytest.Item], *, whole: bool = True) -> None:
+    """Mark what is exhaustive. A kept word that a whole test has not is a mistake."""
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_test[item.nodeid.split("[")[0]].append(item)
     for name, found in by_test.items():
         if name in KEPT:
-            _mark(name, {id(item): _words(item) for item in found}, found, KEPT[name].split())
+            keep, words = KEPT[name].split(), {id(item): _words(item) for item in found}
+            missing = set(keep) - set().union(*words.values())
+            if missing and whole:
+                raise pytest.UsageError(
+                    f"tests/selection.py keeps {sorted(missing)} of {name}, which has no such"
+                )
+            _mark({key: set(keep) & of for key, of in words.items()}, found)
         else:
             types = {id(item): _types(item) for item in found}
             if len(set().union(*types.values())) >= MANY:
-                _mark(name, {key: set(DOZEN) & of for key, of in types.items()}, found, None)
+                _mark({key: set(DOZEN) & of for key, of in types.items()}, found)
 
 
-def _mark(
-    name: str, words: dict[int, set[str]], items: list[pytest.Item], keep: list[str] | None
-) -> None:
-    """Mark the items of one test that have none of the words, or, without a list of words, none at all."""
-    missing = set(keep or ()) - set().union(*words.values())
-    if missing and len(items) > 1:  # one alone was asked for by its id
-        raise pytest.UsageError(
-            f"tests/selection.py keeps {sorted(missing)} of {name}, which has no such"
-        )
+def _mark(kept: dict[int, set[str]], items: list[pytest.Item]) -> None:
     for item in items:
-        if not (words[id(item)] if keep is None else words[id(item)] & set(keep)):
+        if not kept[id(item)]:
             item.add_marker(pytest.mark.exhaustive)
 
 
