@@ -28,7 +28,8 @@ def copied(value: Tensor) -> Tensor:
     for axis, (stride, size) in enumerate(zip(value.stride(), value.shape)):
         if stride == 0 and size > 1:
             small = small.narrow(axis, 0, 1)
-    return _dense_copy(small).expand(value.shape)
+    made = _dense_copy(small)
+    return made if small is value else made.expand(value.shape)
 
 
 def _dense_copy(value: Tensor) -> Tensor:
@@ -48,7 +49,13 @@ def odd_addresses() -> Iterator[None]:
     global _offset
 
     def moved(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: copied(make(*args, **kwargs))
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            new = make(*args, **kwargs)
+            return (
+                new if 0 in new.stride() else copied(new)
+            )  # entries that share memory have gradients of their own
+
+        return made
 
     made: dict[str, Any] = {name: moved(getattr(values, name)) for name in ("settled", "stand_in")}
     before, _offset = _offset, 1
