@@ -47,7 +47,7 @@ def others_listen(model: Any) -> bool:
 
 
 def strangers(model: Any) -> bool:
-    """Whether hooks of torch that somebody wrote are on the model: a proof on a short text may not show what they do."""
+    """Whether somebody's hooks of torch are on the model: a proof on a short text may not show what they do."""
     return any(home_of(hook) not in _MACHINERY for hook in foreign_hooks(model.root))
 
 
