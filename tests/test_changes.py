@@ -141,9 +141,12 @@ def test_a_stamp_notices(what: str) -> None:
     module = net()
     stamp = Stamp(module)
     assert stamp.holds()
+    assert stamp.holds_for()
     changed(module)[what]()
-    assert not stamp.holds()
-    assert Stamp(module).holds()
+    assert not (stamp.holds() and stamp.holds_for())
+    now = Stamp(module)
+    assert now.holds()
+    assert now.holds_for()
 
 
 def test_a_stamp_holds_through_what_changes_nothing_it_rests_on() -> None:
@@ -164,13 +167,31 @@ def test_a_stamp_holds_through_what_changes_nothing_it_rests_on() -> None:
     assert stamp.holds()
 
 
-def test_a_stamp_keeps_nothing_alive() -> None:
+def test_a_stamp_keeps_no_weights_alive_and_parts_until_the_next_run() -> None:
     module = net()
-    stamp = Stamp(module)
+    model = ip.wrap(module)
+    model.run_with_cache(X)
     part, weight = weakref.ref(module.first), weakref.ref(module.last.weight)
     module.first = nn.Linear(4, 4)
     module.last.weight = nn.Parameter(torch.zeros(4, 4))
     gc.collect()
-    assert part() is None
     assert weight() is None
-    assert not stamp.holds()  # whatever lies at those addresses by now
+    model.run_with_cache(X)
+    gc.collect()
+    assert part() is None
+
+
+def test_a_run_compares_the_parameters_of_the_parts_it_asks_for() -> None:
+    """All the others are for those who look at weights."""
+    model = ip.wrap(net())
+    model.run_with_cache(X)
+    first = model.changes
+    model.module.last.weight.data = torch.ones(2, 4)
+    model.module.last.bias.data = torch.ones(2)
+    model.run_with_cache(X, names_filter="first")
+    assert model.changes == first
+    model.run_with_cache(X, names_filter="last")
+    assert model.changes == first + 1
+    model.module.last.half()
+    model.sites  # noqa: B018
+    assert model.changes == first + 2

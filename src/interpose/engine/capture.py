@@ -122,7 +122,7 @@ class CaptureRun(Scope):
         self.targets = [] if gradients else None
         self.kept: list[Kept] = []
         self.grads: list[Kept] = []
-        sites = model.tree.select(wanted)
+        sites = model.select(wanted)
         hurry = cut.whole and not (stop or gradients or torch.is_inference_mode_enabled())
         hurry = hurry and all(site.part is None for site, _ in sites)
         reads = Reads(_CACHE, self) if hurry else Binding(_CACHE, "fwd")

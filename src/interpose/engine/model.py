@@ -23,7 +23,7 @@ from interpose.engine.scope import Scope, frames
 from interpose.engine.stamp import Stamp
 from interpose.engine.standing import HookItem, StandingHooks
 from interpose.errors import Unsupported
-from interpose.sites.tree import Filter, ModuleTree
+from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps.context import frame_of
 
 
@@ -68,12 +68,26 @@ class Model(StandingHooks):
         """The names of this kind of model."""
         return ModuleTree(module)
 
-    def refresh(self) -> None:
-        """Forget what was found out about the module if it has changed since: see `Stamp`. Every hooked run does."""
-        if self._stamp is None or not self._stamp.holds():
-            known, self._stamp = self._stamp, Stamp(self.module)
-            if known is not None:
+    def refresh(self, *, thoroughly: bool = False) -> None:
+        """Forget what was found out about the module if it has changed since: see `Stamp`. Every hooked run does.
+
+        Args:
+            thoroughly: look at every parameter too, as whoever reads weights must.
+        """
+        stamp = self._stamp
+        if stamp is None or not stamp.holds() or (thoroughly and not stamp.holds_for()):
+            self._stamp = Stamp(self.module)
+            if stamp is not None:
                 self.forget()
+
+    def select(self, wanted: Any) -> list[tuple[Site, bool]]:
+        """The sites that a filter means in the module as it is, each with whether it was named outright."""
+        found = self.tree.select(wanted)
+        if self._stamp is not None and not self._stamp.holds_for(site.module for site, _ in found):
+            self._stamp = Stamp(self.module)
+            self.forget()
+            found = self.tree.select(wanted)
+        return found
 
     def forget(self) -> None:
         """Find everything out anew, when it is next asked for."""
@@ -129,7 +143,7 @@ class Model(StandingHooks):
     @property
     def sites(self) -> Sites:
         """What can be hooked, as a mapping from names to sites that prints as a folded tree."""
-        self.refresh()
+        self.refresh(thoroughly=True)
         return Sites(self.tree, self._seen, self._calls_of)
 
     def scan(self, *args: Any, **kwargs: Any) -> Sites:

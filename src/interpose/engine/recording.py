@@ -51,7 +51,7 @@ class Recording(Scope):
     def _reads(self) -> list[Capturing]:
         return [
             Capturing(self.model, site, self, outright=outright, sink=self)
-            for site, outright in self.model.tree.select(self.wanted)
+            for site, outright in self.model.select(self.wanted)
         ]
 
     def __enter__(self) -> Cache:  # type: ignore[override]

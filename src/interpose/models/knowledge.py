@@ -6,15 +6,16 @@ nothing before them) rests on more: flags of modules and configs, hooks of other
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import call, is_
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from interpose.engine.model import Model
-from interpose.engine.stamp import same, weak
 from interpose.taps.tap import Tap
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def known(model: Model, key: Any, find_out: Callable[[], T], *, tried: bool = Tr
         find_out: does so.
         tried: whether it shows in the model's numbers; else it follows from how the model is built.
     """
-    model.refresh()
+    model.refresh(thoroughly=True)
     shelf: dict[Any, tuple[int, Any, Conditions | None]] = vars(model).setdefault("_known", {})
     changes, found, conditions = shelf.get(key, (-1, None, None))
     if changes != model.changes or (conditions is not None and not conditions.hold()):
@@ -59,11 +60,24 @@ class Conditions:
             return False
         tensors = list(chain(root.parameters(), root.buffers()))
         return (
-            same(self._tensors, tensors)
+            _same(self._tensors, tensors)
             and list(map(_version, tensors)) == self._versions
-            and same(self._hooks, foreign_hooks(root))
+            and _same(self._hooks, foreign_hooks(root))
             and list(_flags(root)) == self._flags
         )
+
+
+def weak(found: Any) -> Callable[[], Any]:
+    """A weak reference; a strong one to what takes no weak ones."""
+    try:
+        return weakref.ref(found)
+    except TypeError:
+        return lambda: found
+
+
+def _same(references: list[Callable[[], Any]], objects: list[Any]) -> bool:
+    """Whether references are to just these objects, in this order."""
+    return len(references) == len(objects) and all(map(is_, map(call, references), objects))
 
 
 def foreign_hooks(root: nn.Module) -> list[Callable[..., Any]]:

@@ -50,7 +50,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     @property
     def anatomy(self) -> Anatomy:
         """What discovery found, from one probe forward of the module as it is now."""
-        self.refresh()
+        self.refresh(thoroughly=True)
         if self._anatomy is None:
             self._anatomy = self._look()
             self._flags = self._anatomy.flags()
@@ -63,9 +63,9 @@ class TransformerModel(Text, Forward, Weights, Model):
 
         return look(ModuleTree(self.module), self._probe_inputs)
 
-    def refresh(self) -> None:
-        """Find the sites anew if the module has changed since they were found: every hooked run asks."""
-        super().refresh()
+    def refresh(self, *, thoroughly: bool = False) -> None:
+        """Find the sites anew if the module has changed since they were found: see `Model.refresh`."""
+        super().refresh(thoroughly=thoroughly)
         said = all(getattr(module, name, None) == value for module, name, value in self._flags)
         if not said or (self._rests_on is not None and not self._rests_on.hold()):
             self.forget()
@@ -146,7 +146,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     @property
     def sites(self) -> SemanticSites:
         """What can be hooked: semantic sites by canonical name, with a sentence about each."""
-        self.refresh()
+        self.refresh(thoroughly=True)
         return SemanticSites(self.tree, self._seen, self._calls_of)
 
     def check(

@@ -142,7 +142,7 @@ class PackedRun(Scope):
         ledger = Ledger()
         if wanted is not None:
             reads = Binding(Engine("the cache"), "fwd")
-            for site, outright in model.tree.select(wanted):
+            for site, outright in model.select(wanted):
                 column = Column(_checked(site, "capture"), ledger, device)
                 self.columns.append(column)
                 reads.listeners.append(Capturing(model, site, self, outright=outright, sink=column))

@@ -65,7 +65,7 @@ class Part:
 
     def _get(self, name: str) -> Part | Parts | HookPoint | Tensor:
         full = f"{self._path}.{name}" if self._path else name
-        self._model.refresh()
+        self._model.refresh(thoroughly=True)
         if full in self._model.tree.table.sites:
             return self._model.hook_dict[full]
         getter = self._weights().get(name)
