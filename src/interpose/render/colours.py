@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 Colour = tuple[int, int, int]
+FAINT, FAINT_BAR, FAINT_INK = "#eaeef2", "#d0d7de", "#8c959f"  # grey, for what says nothing
 
 # Viridis, at nine points: dark blue, green, yellow.
 _SEQUENTIAL: tuple[Colour, ...] = (

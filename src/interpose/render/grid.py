@@ -62,12 +62,13 @@ class Grid:
     def _cell(self, value: float, row: int, column: int) -> str:
         back = colours.diverging(value, self.limit)
         style = f"background:{colours.css(back)};color:{colours.ink(back)}"
-        if self._is_faint(row, column):
-            style = "background:#eaeef2;color:#8c959f"
+        if self.is_faint(row, column):
+            style = f"background:{colours.FAINT};color:{colours.FAINT_INK}"
         if self.numbers:
             size = ";font-size:11px;padding:4px 5px" if self.upright else ""
             return f'<td style="{_CELL}{size};{style}">{self.number(value)}</td>'
         hint = f"{self.rows[row]}, {self.columns[column]}: {self.number(value)}"
+        hint += ", within the noise floor" if self.is_faint(row, column) else ""
         return f'<td title="{escape(hint)}" style="{_DOT};{style}"></td>'
 
     def number(self, value: float) -> str:
@@ -75,7 +76,8 @@ class Grid:
         shown = f"{value + 0.0:.{self.digits}f}"
         return shown if shown.strip("-0.") else shown.removeprefix("-")
 
-    def _is_faint(self, row: int, column: int) -> bool:
+    def is_faint(self, row: int, column: int) -> bool:
+        """Whether a cell says nothing."""
         return self.faint is not None and bool(self.faint[row][column])
 
     def text(self, *, coloured: bool) -> str:
@@ -90,7 +92,7 @@ class Grid:
         ]
         for number, (name, row) in enumerate(zip(self.rows, self.values)):
             cells = (
-                self._coded(value, width, coloured, self._is_faint(number, column))
+                self._coded(value, width, coloured, self.is_faint(number, column))
                 for column, (value, width) in enumerate(zip(row, widths))
             )
             lines.append(f"{name.rjust(first)} {''.join(cells)}")

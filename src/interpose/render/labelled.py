@@ -18,6 +18,7 @@ from interpose.render.html import Markup, bar, html_table
 _WIDE = 132  # what a grid in a terminal may take
 _PLAIN, _NUMBERED, _ACROSS = 10, 20, 38  # columns: level labels; with numbers; beside each other
 _MOST_GRIDS = 48
+GREY = "grey: within the noise floor"
 LONGEST = 14  # letters of a token that are shown in a terminal
 
 
@@ -110,15 +111,18 @@ class Labelled:
             colour = colours.css(colours.diverging(0.5 if value > 0 else -0.5))
             share = abs(value) / (self.most or 1.0) if value == value else 0.0
             sides = [0.0, share] if value > 0 else [share, 0.0]
-            colour = "#d0d7de" if grey else colour
+            colour = colours.FAINT_BAR if grey else colour
             left, right = (bar(side, colour=colour, width=140) for side in sides)
             line = "display:inline-block;width:140px"
             both = (
                 f'<span style="{line};text-align:right;border-right:1px solid #57606a">{left}</span>'
                 f'<span style="{line}">{right}</span>'
             )
-            rows.append((label, f"{value:.{self.digits}f}", Markup(both)))
-        return html_table((name, "", ""), rows, most=400)
+            number = f"{value:.{self.digits}f}"
+            shown = Markup(f'<span style="color:{colours.FAINT_INK}">{number}</span>')
+            rows.append((label, shown if grey else number, Markup(both)))
+        note = f'<p class="note">{GREY}</p>' if any(faint) else ""
+        return note + html_table((name, "", ""), rows, most=400)
 
     def _legend(self) -> str:
         """What the colours mean."""
@@ -128,7 +132,7 @@ class Labelled:
             f"display:inline-block;width:120px;height:0.8em;background:linear-gradient(to right,{','.join(steps)});"
             "margin:0 6px;border:1px solid #d0d7de"
         )
-        faint = "; grey: within the noise floor" if self.faint is not None else ""
+        faint = f"; {GREY}" if self.faint is not None and bool(self.faint.any()) else ""
         limit = f"{self.most:.{self.digits}f}"
         least = f"-{limit}" if low else "0"
         return f'<p class="note">{least}<span style="{strip}"></span>{limit}{faint}</p>'

@@ -7,9 +7,10 @@ from html import escape
 
 from interpose.render import colours
 from interpose.render.grid import Grid
-from interpose.render.labelled import Labelled
+from interpose.render.labelled import GREY, Labelled
 
 _LETTER, _LINE = 6.7, 18  # the width of a letter and the height of a line, at 12 pixels
+_INK = "#1b1f24"
 _FONT = 'font-family="system-ui,sans-serif" font-size="12"'
 
 
@@ -52,13 +53,16 @@ def _map(grid: Grid, title: str) -> str:
         parts.append(_text(left - 6, y + 13, name, "end"))
         for column, value in enumerate(grid.values[row]):
             back = colours.diverging(value, grid.limit)
+            fill, ink = colours.css(back), colours.ink(back)
+            if grid.is_faint(row, column):
+                fill, ink = colours.FAINT, colours.FAINT_INK
             x = left + cell * column
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{cell - 1:.1f}" height="{_LINE - 1}" fill="{colours.css(back)}"/>'
+                f'<rect x="{x:.1f}" y="{y}" width="{cell - 1:.1f}" height="{_LINE - 1}" fill="{fill}"/>'
             )
-            ink = colours.ink(back)
             parts.append(_text(x + cell - 5, y + 13, shown[row][column], "end", ink=ink))
-    return _document(max(wide, 340 if title else 0), top + _LINE * len(grid.rows) + 8, parts)
+    low = _noted(parts, grid, top + _LINE * len(grid.rows))
+    return _document(max(wide, 340 if title else 0), low + 8, parts)
 
 
 def _bars(grid: Grid, title: str) -> str:
@@ -69,16 +73,26 @@ def _bars(grid: Grid, title: str) -> str:
     for row, (name, (value,)) in enumerate(zip(grid.rows, grid.values)):
         y = top + _LINE * row
         long = half * min(abs(value) / grid.limit, 1.0) if value == value else 0.0
-        fill = colours.css(colours.diverging(0.5 if value > 0 else -0.5))
+        fill, ink = colours.css(colours.diverging(0.5 if value > 0 else -0.5)), _INK
+        if grid.is_faint(row, 0):
+            fill, ink = colours.FAINT_BAR, colours.FAINT_INK
         x = middle if value > 0 else middle - long
         parts += [
             _text(left - 6, y + 13, name, "end"),
             f'<rect x="{x:.1f}" y="{y + 2}" width="{long:.1f}" height="{_LINE - 5}" fill="{fill}"/>',
-            _text(middle + half + 8, y + 13, grid.number(value)),
+            _text(middle + half + 8, y + 13, grid.number(value), ink=ink),
         ]
     low = top + _LINE * len(grid.rows)
     parts.append(f'<path d="M{middle} {top}V{low}" stroke="#57606a"/>')
-    return _document(wide, low + 8, parts)
+    return _document(wide, _noted(parts, grid, low) + 8, parts)
+
+
+def _noted(parts: list[str], grid: Grid, low: float) -> float:
+    """Say below what grey means, where something is; the height of it all."""
+    if not any(map(any, grid.faint or ())):
+        return low
+    parts.append(_text(4, low + 17, GREY, ink=colours.FAINT_INK))
+    return low + 20
 
 
 def _text(
@@ -87,7 +101,7 @@ def _text(
     text: str,
     anchor: str = "start",
     *,
-    ink: str = "#1b1f24",
+    ink: str = _INK,
     bold: bool = False,
     extra: str = "",
 ) -> str:
