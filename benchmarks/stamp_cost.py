@@ -31,7 +31,7 @@ def measure(name: str, model: ip.Model, sites: list[str], repeats: int) -> None:
     ids = torch.randint(0, 512, (1, 16))
     ratios, alone, plain = [], [], []
     for number in range(repeats):
-        ways = [compare, lambda _, **options: None]
+        ways = [compare, lambda _: None]
         order = (0, 1) if number % 2 else (1, 0)
         took = {way: seconds(ways[way]) for way in order}
         ratios.append(took[0] / took[1])

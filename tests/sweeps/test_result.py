@@ -45,7 +45,7 @@ def made(
         "corrupt": drawn(len(metrics), examples) - 3,
         "direction": "denoise",
         "tally": Tally(plan="wavefront", forwards=2, token_layers=10, one_per_cell=130),
-        "noise_floors": (0.0,) * len(metrics),
+        "noise": torch.zeros(len(metrics), 0, examples),
         "tokens": TOKENS[:positions] if examples == 1 else None,
     }
     return ip.SweepResult(**{**usual, **words})
@@ -167,7 +167,7 @@ def test_data_that_is_no_result_is_refused() -> None:
     data = made().to_dict()
     for wrong, said in (
         ({}, "this is no result of a sweep"),
-        ({**data, "version": 2}, "of version 2, and this interpose reads version 1"),
+        ({**data, "version": 1}, "of version 1, and this interpose reads version 2"),
         ({**data, "colour": 1}, "a result of a sweep has no 'colour'"),
         ({k: v for k, v in data.items() if k != "each"}, "a result of a sweep needs 'each'"),
     ):
@@ -244,7 +244,7 @@ def test_one_axis_is_bars_and_many_columns_are_folded() -> None:
 
 
 def test_effects_within_the_noise_floor_are_marked() -> None:
-    result = made(layers=2, noise_floors=(2.0,))
+    result = made(layers=2, noise=torch.tensor([[[0.5], [-2.0], [1.0]]]))
     within = result.effect.abs() <= 2.0
     assert 0 < int(within.sum()) < 12
     assert torch.equal(result.within_noise, within)
@@ -257,7 +257,8 @@ def test_effects_within_the_noise_floor_are_marked() -> None:
 
 
 def test_each_metric_has_a_noise_floor_of_its_own() -> None:
-    result = made(layers=2, metrics=("loud", "quiet"), noise_floors=(3.0, 1.0))
+    noise = torch.tensor([[[-3.0]], [[1.0]]])
+    result = made(layers=2, metrics=("loud", "quiet"), noise=noise)
     assert result.noise_floor == 3.0
     floors = torch.tensor([3.0, 1.0])[:, None, None]
     within = result.effect.abs() <= floors
@@ -271,7 +272,7 @@ def test_each_metric_has_a_noise_floor_of_its_own() -> None:
 
 def test_short_floats_have_a_noise_floor_for_each_metric() -> None:
     model = ip.wrap(oracle.build("gpt2").half())
-    metrics = {"far": lambda x: 1000 * x[:, -1, 5], "near": lambda x: x[:, -1, 5]}
+    metrics = {"far": lambda x: 1000 * x[:, -1, 5].float(), "near": lambda x: x[:, -1, 5]}
     found = ip.sweep(model, *oracle.pair(), metric=metrics, max_rows=2, progress=False)
     far, near = found.noise_floors
     assert far == pytest.approx(1000 * near)

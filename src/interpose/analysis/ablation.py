@@ -211,8 +211,9 @@ def _scores(found: ip.SweepResult, how: dict[str, Any]) -> ip.Scores:
             **found.fixed,
             **how,
             "forwards": found.tally.forwards,
-            **({"noise floor": found.noise_floor} if found.noise_floor else {}),
+            **({} if found.own is None else {"logits": found.logits}),
         },
         evidence=_EVIDENCE,
         tokens=found.tokens,
+        noise_floor=found.noise_floor,
     )

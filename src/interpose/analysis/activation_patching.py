@@ -150,26 +150,49 @@ def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip
             )
             for key in range(length)
         ]
-        whole = torch.stack([one.each for one in swept], -2)  # [metric, layer, head, query, key, 1]
-        axes = {**swept[0].axes, "key": list(range(length))}
-        made = dataclasses.replace(swept[0], each=whole, axes=axes, tally=_counted(swept), edit="")
-        parts.append((batch.numbers[0], made))
+        parts.append((batch.numbers[0], _keyed(swept, list(range(length)))))
     parts.sort(key=lambda part: part[0])
     found = [part for _, part in parts]
     if len({len(part.axes["key"]) for part in found}) > 1:
         raise ValueError("the texts have different lengths, so that keys are not the same places.")
+    named = options["metric"].values() if found[0].several else [options["metric"]]
+    return _pairs(found, tuple(map(ip.metrics.label, named)))
+
+
+def _keyed(swept: Sequence[ip.SweepResult], keys: list[int]) -> ip.SweepResult:
+    """Sweeps of one pair, one for each key, as one with an axis of keys."""
+    own = _own(swept)
+    return dataclasses.replace(
+        swept[0],
+        each=torch.stack([one.each for one in swept], -2),  # [metric, layer, head, query, key, 1]
+        noise=torch.cat([one.noise for one in swept], 1),
+        axes={**swept[0].axes, "key": keys},
+        tally=_counted(swept),
+        edit="",
+        own=_keyed(own, keys) if own else None,
+    )
+
+
+def _pairs(found: Sequence[ip.SweepResult], measured: tuple[str, ...]) -> ip.SweepResult:
+    """Sweeps of one pair each, as one of them all."""
+    own = _own(found)
     ends: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in found], -1)
-        for name in ("each", "clean", "corrupt")
+        for name in ("each", "clean", "corrupt", "noise")
     }
-    named = options["metric"].values() if found[0].several else [options["metric"]]
     return dataclasses.replace(
         found[0],
         tokens=found[0].tokens if len(found) == 1 else None,
         tally=_counted(found),
-        measured=tuple(map(ip.metrics.label, named)),
+        measured=measured,
+        own=_pairs(own, measured) if own else None,
         **ends,
     )
+
+
+def _own(swept: Sequence[ip.SweepResult]) -> list[ip.SweepResult]:
+    """The same by the model's own logits, where something else is shown."""
+    return [one.own for one in swept if one.own is not None]
 
 
 def _of_example(metric: Any, number: int) -> Any:
@@ -211,6 +234,7 @@ def _heads(model: Any, site: str, heads: Any) -> list[int] | None:
 def _together(sites: Sequence[str], found: dict[str, ip.SweepResult]) -> ip.SweepResult:
     """Sweeps of several sites as one, with an axis of sites; NaN where a site has no such head or layer."""
     swept = list(found.values())
+    own = {site: one.own for site, one in found.items() if one.own is not None}
     axes = {
         name: list(dict.fromkeys(entry for one in swept for entry in one.axes[name]))
         for name in swept[0].axes
@@ -219,13 +243,14 @@ def _together(sites: Sequence[str], found: dict[str, ip.SweepResult]) -> ip.Swee
     nowhere = torch.full_like(next(iter(wide.values())), torch.nan)
     # [metric, site, *axes, example]
     each = torch.stack([wide.get(site, nowhere) for site in sites], 1)
-    loudest = max(swept, key=lambda one: one.noise_floor)
     return dataclasses.replace(
-        loudest,
+        swept[0],
         axes={"site": list(sites), **axes},
         each=each,
+        noise=torch.cat([one.noise for one in swept], 1),
         tally=_counted(swept),
         sites=tuple(sites),
+        own=_together(sites, own) if own else None,
     )
 
 

@@ -96,7 +96,7 @@ def function_vector(
     parts = ip.batches(model, prompts, batch_size=batch_size, prepend_bos=prepend_bos)
     means, written = _averages(model, parts)
     layers, count = list(written), len(next(iter(written.values())))
-    effects = torch.full((len(layers), count), torch.nan, device="cpu")
+    effects, noise_floor = torch.full((len(layers), count), torch.nan, device="cpu"), 0.0
     protocol: dict[str, Any] = {"prompts": parts[0].total, "forwards": len(parts)}
     if corrupt is not None:
         swept = ip.sweep(
@@ -111,7 +111,7 @@ def function_vector(
             prepend_bos=prepend_bos,
             progress=False,
         )
-        effects = swept.effect[0].cpu()
+        effects, noise_floor = swept.effect[0].cpu(), swept.noise_floor
         protocol["forwards"] += swept.tally.forwards
         protocol["corrupt"] = swept.examples
         protocol["metric"] = (
@@ -127,6 +127,7 @@ def function_vector(
         protocol=protocol,
         evidence="These mean outputs are enough to move the answer; not that the model does the task through them: "
         "heads that stand in for each other are undercounted, and a vector may name answers outright.",
+        noise_floor=noise_floor,
         heads=chosen,
         parts=torch.stack([written[layer][head] for layer, head in chosen]),
     )

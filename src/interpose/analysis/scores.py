@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -46,6 +47,8 @@ class Scores:
         tokens: of the text, where there is one alone; positions are shown by them.
         errors: how far each number may be off, [*axes]: its standard error over examples or draws; None if there
             was one alone.
+        noise_floor: in 16 bits, how far rounding alone moves a number; numbers no larger are marked. 0 where it was
+            not measured.
     """
 
     title: str
@@ -56,6 +59,7 @@ class Scores:
     evidence: str = ""
     tokens: list[str] | None = None
     errors: Tensor | None = None
+    noise_floor: float = 0.0
 
     def __post_init__(self) -> None:
         shape = tuple(len(entries) for entries in self.axes.values())
@@ -101,6 +105,7 @@ class Scores:
             protocol=self.protocol,
             evidence=self.evidence,
             tokens=self.tokens,
+            noise_floor=self.noise_floor,
         )
 
     def sum(self, *axes: str) -> Scores:
@@ -116,7 +121,13 @@ class Scores:
             protocol=self.protocol,
             evidence=self.evidence,
             tokens=self.tokens,
+            noise_floor=self.noise_floor * math.prod(len(self.axes[name]) for name in axes),
         )
+
+    @property
+    def within_noise(self) -> Tensor:
+        """Which numbers are no larger than the noise floor, [*axes]; none where there is no floor."""
+        return (self.values.abs() <= self.noise_floor) & (self.noise_floor > 0)
 
     @property
     def labels(self) -> dict[str, list[str]]:
@@ -130,8 +141,10 @@ class Scores:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Every place as a dictionary: its entry on each axis, its token, its value, its error where it is known."""
-        names = ("value",) if self.errors is None else ("value", "error")
+        names: tuple[str, ...] = ("value",) if self.errors is None else ("value", "error")
         numbers = [self.values] if self.errors is None else [self.values, self.errors]
+        if self.noise_floor > 0:
+            names, numbers = (*names, "within_noise"), [*numbers, self.within_noise]
         flat = zip(*(part.flatten().tolist() for part in numbers))
         for entries, found in zip(itertools.product(*self.axes.values()), flat):
             record = dict(zip(self.axes, entries))
@@ -169,12 +182,20 @@ class Scores:
 
     def view(self) -> Labelled:
         """The numbers with their labels, as they are drawn."""
-        return Labelled(values=self.values, labels=self.labels, what=self.unit)
+        faint = self.within_noise if self.noise_floor > 0 else None
+        return Labelled(values=self.values, labels=self.labels, what=self.unit, faint=faint)
 
     def lines(self) -> list[str]:
         """What is said above the numbers: their unit, and how they were made."""
         said = [f"{name.replace('_', ' ')} {_said(value)}" for name, value in self.protocol.items()]
-        return [f"unit: {self.unit}", "; ".join(said)] if said else [f"unit: {self.unit}"]
+        lines = [f"unit: {self.unit}", "; ".join(said)] if said else [f"unit: {self.unit}"]
+        if self.noise_floor > 0:
+            within = self.within_noise
+            lines.append(
+                f"noise floor {number(self.noise_floor)}: so far rounding alone moves a number; {int(within.sum())} of "
+                f"{within.numel()} are within it, grey or in brackets"
+            )
+        return lines
 
     def __repr__(self) -> str:
         head = [self.title, *(f"  {line}" for line in self.lines())]
@@ -213,8 +234,12 @@ class Scores:
 
     def _strongest(self) -> tuple[list[str], list[list[str]]]:
         found = self.top(10)
-        names = list(found[0]) if found else ["value"]
-        return names, [[_cell(record[name], name) for name in names] for record in found]
+        names = [name for name in found[0] if name != "within_noise"] if found else ["value"]
+        rows = [[_cell(record[name], name) for name in names] for record in found]
+        for record, row in zip(found, rows):
+            if record.get("within_noise"):
+                row[names.index("value")] += " (within the noise)"
+        return names, rows
 
 
 def _cell(value: Any, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Logits of a few tokens alone: the columns of the unembedding that metrics look at."""
+"""Logits of a few tokens alone: the columns of the unembedding that metrics look at, in float32 too."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from interpose.taps import bypass
 
 
 @contextmanager
-def only(model: Any, tokens: Tensor | None) -> Iterator[None]:
+def only(model: Any, tokens: Tensor | None, *, finer: bool = False) -> Iterator[Columns | None]:
     """A ``with`` block in which runs of a model compute the logits of some tokens alone, in their order.
 
     Args:
         model: whose unembedding is one linear map, so that each logit has a column of its own.
         tokens: which; None for all.
+        finer: where these logits have 16 bits, multiply once more in float32. Both are then columns of logits in
+            float32, first the model's own.
     """
     if tokens is None:
-        yield
+        yield None
         return
     module = model.anatomy.unembed.module
     bias = None if module.bias is None else module.bias[tokens]
-    columns = _Columns(threading.get_ident(), module.weight[tokens], bias)
+    columns = Columns(threading.get_ident(), module.weight[tokens], bias, finer)
     bypass.bypass(module, columns)
     try:
-        yield
+        yield columns
     finally:
         bypass.unbypass(module, columns)
 
@@ -53,13 +56,34 @@ def others_look(model: Any, sites: Iterable[str] = ()) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Columns:
+class Columns:
+    """Some columns of an unembedding, in its place.
+
+    Attributes:
+        thread: whose runs are meant.
+        weight: [token, d_model].
+        bias: [token], if there is one.
+        finer: whether 16 bits are multiplied once more in float32.
+        last: what it gave last.
+    """
+
     thread: int
     weight: Tensor
     bias: Tensor | None
+    finer: bool
+    last: Tensor | None = None
 
     def is_wanted(self) -> bool:
+        """Whether it means this call."""
         return threading.get_ident() == self.thread
 
-    def output(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
-        return torch.nn.functional.linear(args[0], self.weight, self.bias)
+    def output(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:  # noqa: ARG002
+        """The logits of its tokens; twice, in float32, where both precisions are wanted."""
+        found = functional.linear(args[0], self.weight, self.bias)
+        if self.finer and found.dtype.itemsize == 2:
+            bias = None if self.bias is None else self.bias.float()
+            with torch.autocast(found.device.type, enabled=False):
+                again = functional.linear(args[0].float(), self.weight.float(), bias)
+            found = torch.cat([found.float(), again], dim=-1)
+        self.last = found
+        return found

@@ -19,7 +19,7 @@ class Cell:
     """One place: a site, and what of it.
 
     Attributes:
-        site: its canonical name.
+        site: its canonical name; nothing for a cell that changes nothing.
         layer: the block it is in.
         pos: which position; None for all.
         head: which head; None for all.
@@ -44,8 +44,8 @@ class Row:
 def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Numbers as a tensor on a device, without waiting for what is computed there."""
     if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 RowChange = Callable[[Tensor, int, int, HookPoint], Tensor]
@@ -192,5 +192,7 @@ def spans(cells: Sequence[Cell], rows: Sequence[Row]) -> dict[str, tuple[int, in
     found: dict[str, tuple[int, int]] = {}
     for number, row in enumerate(rows):
         site = cells[row.cell].site
+        if not site:
+            continue
         found[site] = (found.get(site, (number, number))[0], number + 1)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,18 @@ from interpose.edits.basic import add, clamp, fill, scale, zero
 from interpose.edits.subspace import project_cap, project_out
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
-from interpose.models.running.trial import first_tensor
+from interpose.sweeps import noise
 from interpose.sweeps.answers import only
 from interpose.sweeps.cells import Cell, Change, Row, edited, patch, sent
-from interpose.sweeps.metrics import Examples, Measure, Metric, all_looked_at, kept_by
+from interpose.sweeps.metrics import Examples, Metric, all_looked_at, kept_by
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
 from interpose.sweeps.proof import Proof, others_listen, prove, strangers
-from interpose.sweeps.reference import Reference, no_cache, refer, wanted_logits
+from interpose.sweeps.reading import Reading, precisions
+from interpose.sweeps.reference import Reference, refer
 from interpose.sweeps.running import plain, wavefront
 
 PLANS = ("auto", "wavefront", "batches", "one per cell")
-_FOR_FLOOR = 8  # times as large a batch, that the noise floor is measured with, if it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +67,21 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a batch of examples gave.
+    """What a batch of examples gave, by each precision of its logits: first the one that is shown.
 
     Attributes:
-        values: [metric, cell, example].
-        clean: [metric, example].
+        values: [precision, metric, cell, example].
+        clean: [precision, metric, example].
         corrupt: the same; as clean if there is nothing corrupted.
-        floors: in 16 bits, how far the size of a batch alone moves each metric, [metric]; else 0.
+        noise: how far rounding alone moved each metric, [precision, metric, draw, example]; no draws in 32 bits.
+        logits: the dtype of logits, by precision.
     """
 
     values: Tensor
     clean: Tensor
     corrupt: Tensor
-    floors: Tensor
+    noise: Tensor
+    logits: tuple[str, ...]
 
 
 def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
@@ -101,7 +103,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
     columns = None
     if not proof.answers and not task.whole_logits:
         columns = all_looked_at(task.metrics, examples)
-    with only(task.model, columns):
+    with only(task.model, columns, finer=not proof.finer):
         base = refer(
             task.model,
             task.tower,
@@ -123,12 +125,38 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
             theirs = replace(mine, tokens=other["input_ids"], mask=mask)
         for examples in (mine, theirs):
             _must_look_at_text(task.metrics, examples)
+        own = (
+            base.logits.dtype if columns is None else task.model.anatomy.unembed.module.weight.dtype
+        )
+        ends = [_End.of(given, Reading.of(task.metrics, mine, own), base.logits)]
+        if other is not None:
+            ends.append(_End.of(other, Reading.of(task.metrics, theirs, own), base.other))
         first = batch.first if task.edit is None else 0
-        found = _rows(task, base, mine, proof, first, step)
-        measures = [metric.bind(theirs) for metric in task.metrics]
-        second = _measured(task, measures, base.other, base.batch)[:, 0].cpu()
-        ends = (second, found.base) if backwards else (found.base, second)
-        return Found(values=found.values, clean=ends[0], corrupt=ends[1], floors=found.floors)
+        found = _rows(task, base, ends, proof, first, step)
+        second = ends[-1].metrics[:, :, 0].cpu()
+        sides = (second, found.base) if backwards else (found.base, second)
+        parts = precisions(base.logits, columns, own)
+        return Found(
+            values=found.values,
+            clean=sides[0],
+            corrupt=sides[1],
+            noise=found.noise,
+            logits=tuple(str(part.dtype).removeprefix("torch.") for part in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One of the two runs that a sweep goes between: what the module takes, what reads it, and its metrics."""
+
+    inputs: Mapping[str, Tensor]
+    read: Reading
+    metrics: Tensor
+    """[precision, metric, 1, example]."""
+
+    @staticmethod
+    def of(inputs: Mapping[str, Tensor], read: Reading, logits: Tensor) -> _End:
+        return _End(inputs, read, read(logits))
 
 
 def _must_look_at_text(metrics: Sequence[Metric], examples: Examples) -> None:
@@ -147,35 +175,40 @@ def _must_look_at_text(metrics: Sequence[Metric], examples: Examples) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changed:
-    """What the rows gave: values [metric, cell, example], the unchanged run's [metric, example], noise floors."""
+    """What the rows gave, by precision: see `Found`; and the unchanged run's metrics."""
 
     values: Tensor
     base: Tensor
-    floors: Tensor
+    noise: Tensor
 
 
 def _rows(
     task: Task,
     base: Reference,
-    examples: Examples,
+    ends: Sequence[_End],
     proof: Proof,
     first: int,
     step: Callable[[int], None],
 ) -> _Changed:
     """Run the rows, once the reference runs are there."""
-    measures = [metric.bind(examples) for metric in task.metrics]
-    change = _change(task, base)
-    unchanged = _measured(task, measures, base.logits, base.batch)
-    values = unchanged.repeat(1, len(task.cells), 1)
-    todo = len(task.cells)
-    for cells, logits in _passes(task, base, change, proof, first):
-        values[:, sent(cells, values.device)] = _measured(task, measures, logits, base.batch)
-        todo -= len(cells)
-        step(len(cells) * base.batch)
+    change, read = _change(task, base), ends[0].read
+    unchanged = ends[0].metrics
+    grain = noise.grain(task.model, base.streams[0], base.logits)
+    values = unchanged.repeat(1, 1, len(task.cells), 1)
+    todo, idle = len(task.cells), []
+    for ran in _passes(task, base, change, proof, first, idle=grain is not None):
+        found = read(ran.logits)
+        values[:, :, sent(ran.cells, values.device)] = found[:, :, : len(ran.cells)]
+        idle.append(found[:, :, len(ran.cells) :] - unchanged)
+        todo -= len(ran.cells)
+        step(len(ran.cells) * base.batch)
     step(todo * base.batch)  # the rest changes nothing
-    floors = _noise_floors(task, base, measures, unchanged)
+    draws = 0 if grain is None else 1 + noise.DRAWS
+    moved = torch.zeros_like(unchanged).expand(-1, -1, draws, -1)
+    if grain is not None and idle:
+        moved = torch.cat([_furthest(idle), _blurred(task, base, ends, first, grain)], dim=2)
     # Until here nothing waits for the device.
-    return _Changed(values=values.cpu(), base=unchanged[:, 0].cpu(), floors=floors.cpu())
+    return _Changed(values=values.cpu(), base=unchanged[:, :, 0].cpu(), noise=moved.cpu())
 
 
 def _change(task: Task, base: Reference) -> Change:
@@ -183,38 +216,41 @@ def _change(task: Task, base: Reference) -> Change:
         return edited(task.edit, task.cells, base.inputs)
     if not base.source:
         raise ValueError("patching needs a second text: give corrupt=..., or edit=ip.zero.")
-    return patch(task.cells, base.source.__getitem__)
+    idle = [replace(cell, site="") for cell in task.cells[:1]]  # rows of it are never asked for
+    return patch([*task.cells, *idle], base.source.__getitem__)
 
 
-def _measured(task: Task, measures: Sequence[Measure], logits: Tensor, batch: int) -> Tensor:
-    """What metrics say of the rows of some cells, [metric, cell, example]."""
-    rows = torch.arange(len(logits), device=logits.device) % batch
+def _furthest(idle: Sequence[Tensor]) -> Tensor:
+    """Of passes in which a row changed nothing, how far each metric moved where it moved most, [..., 1, example]."""
+    each = torch.cat(list(idle), dim=2)  # [precision, metric, pass, example]
+    most = each.mean(-1, keepdim=True).abs().nan_to_num().argmax(2, keepdim=True)
+    return each.gather(2, most.expand(-1, -1, 1, each.shape[-1]))
+
+
+def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grain: float) -> Tensor:
+    """How far each metric moves when both runs round otherwise, [precision, metric, draw, example]."""
+    generator = torch.Generator(base.logits.device).manual_seed(0)
+    layers = len(task.tower.blocks)
+    together = 1 if task.tally.plan == "one per cell" else _most_rows(task, base, 0) // base.batch
     found = []
-    for metric, measure in zip(task.metrics, measures):
-        if metric.by_batch:
-            parts = zip(logits.split(batch), rows.split(batch))
-            found.append(torch.cat([measure(*part) for part in parts]))
-        else:
-            found.append(measure(logits, rows))
-    each: Tensor = torch.stack(found).float().unflatten(1, (-1, batch))
-    return each
-
-
-def _noise_floors(
-    task: Task, base: Reference, measures: Sequence[Measure], unchanged: Tensor
-) -> Tensor:
-    """In 16 bits, how far each metric moves when examples run in a larger batch, [metric]; else 0."""
-    if base.logits.dtype.itemsize > 2:
-        return torch.zeros(len(task.metrics))
-    times = min(_FOR_FLOOR, max(2, _most_rows(task, base, 0) // base.batch))
-    rows = torch.arange(times * base.batch) % base.batch
-    given = {name: value[rows.to(value.device)] for name, value in base.inputs.items()}
-    extra = {**wanted_logits(task.model, task.keep), **no_cache(task.model)}
-    logits = first_tensor(task.model.module(**given, **extra))[: base.batch]
-    task.tally.add(1, len(rows) * base.length * len(task.tower.blocks))
-    logits = logits if task.keep is None else logits[:, -task.keep :]
-    again = _measured(task, measures, logits, base.batch)
-    return (again - unchanged).abs().amax((1, 2))
+    for end in ends:
+        draws = range(noise.DRAWS // len(ends))
+        for some in _chunks(draws, max(1, together)):
+            logits = noise.blurred_logits(
+                task.model,
+                layers,
+                end.inputs,
+                task.keep,
+                times=len(some),
+                first=first,
+                grain=grain,
+                generator=generator,
+            )
+            task.tally.add(1, len(some) * base.batch * base.length * layers)
+            # Two runs are compared, each with logits that are rounded.
+            again = end.read(logits, lambda part: noise.blurred(part, 2 * grain, generator))
+            found.append(again - end.metrics)
+    return torch.cat(found, dim=2)
 
 
 # Plans.
@@ -239,47 +275,61 @@ def plan_of(task: Task, proof: Proof) -> tuple[str, str]:
     return "wavefront", f"without KV cache, since {proof.prefix}" if proof.prefix else ""
 
 
+class _Ran(NamedTuple):
+    """Cells that ran together, and the logits of their rows and of those that changed nothing."""
+
+    cells: Sequence[int]
+    logits: Tensor
+    """[cell and example, kept, d_vocab]."""
+
+
 def _passes(
-    task: Task, base: Reference, change: Change, proof: Proof, first: int
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Cells that ran together, and the logits of their rows, [cell and example, kept, d_vocab]."""
+    task: Task, base: Reference, change: Change, proof: Proof, first: int, *, idle: bool
+) -> Iterator[_Ran]:
+    """All cells; with ``idle``, passes have rows besides that change nothing."""
     plan, layers = task.tally.plan, len(task.tower.blocks)
     task.tally.one_per_cell += len(task.cells) * base.batch * base.length * layers
     if plan == "wavefront":
-        yield from _wavefronts(task, base, change, first=first, cached=not proof.prefix)
-        return
-    most = 1 if plan == "one per cell" else max(1, _most_rows(task, base, 0) // base.batch)
-    for cells in _chunks(range(len(task.cells)), most):
-        rows = [Row(cell, example) for cell in cells for example in range(base.batch)]
-        task.tally.add(1, len(rows) * base.length * layers)
-        yield cells, plain(task.model, base, task.cells, rows, change, task.keep)
-
-
-def _wavefronts(
-    task: Task, base: Reference, change: Change, *, first: int, cached: bool
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """All passes of the wavefront plan: group by group, each in as many as fit in memory."""
-    layers = len(task.tower.blocks)
-    for group in _groups(task, base, first=first, cached=cached):
+        found = _groups(task, base, first=first, cached=not proof.prefix)
+    else:
+        found = [Group(start=0, cells=tuple(range(len(task.cells))))]
+    for group in found:
         most = _most_rows(task, base, group.start) // base.batch
+        most = 1 if plan == "one per cell" else max(1, most)
         order = sorted(group.cells, key=lambda number: task.cells[number].layer)
         if group.start and not base.grows:
             task.tally.add(1, base.batch * group.start * layers)
-        for cells in _chunks(order, max(1, most)):
-            rows = [Row(cell, example) for cell in cells for example in range(base.batch)]
-            ran = wavefront(
-                task.model,
-                task.tower,
-                base,
-                task.cells,
-                rows,
-                change,
-                task.keep,
-                start=group.start,
-            )
-            task.tally.add(1, ran.token_layers)
-            yield cells, _whole(base, ran.logits, rows)
+        beside = int(idle and most > 1)
+        chunks = [(cells, beside) for cells in _chunks(order, most - beside)]
+        if idle and not beside and order:
+            chunks.append(([], 1))
+        for cells, more in chunks:
+            known, numbers = task.cells, cells
+            if (
+                more
+            ):  # a cell that begins where the first of them does, and goes through as many blocks
+                still = replace(task.cells[[*cells, *order][0]], site="")
+                known, numbers = [*task.cells, still], [*cells, len(task.cells)]
+            rows = [Row(cell, example) for cell in numbers for example in range(base.batch)]
+            yield _Ran(cells, _pass(task, base, known, rows, change, group.start))
         base.forget(group.start)
+
+
+def _pass(
+    task: Task,
+    base: Reference,
+    cells: Sequence[Cell],
+    rows: Sequence[Row],
+    change: Change,
+    start: int,
+) -> Tensor:
+    """One pass of the plan, counted: the logits of its rows."""
+    if task.tally.plan != "wavefront":
+        task.tally.add(1, len(rows) * base.length * len(task.tower.blocks))
+        return plain(task.model, base, cells, rows, change, task.keep)
+    ran = wavefront(task.model, task.tower, base, cells, rows, change, task.keep, start=start)
+    task.tally.add(1, ran.token_layers)
+    return _whole(base, ran.logits, rows)
 
 
 _PLACELESS = (zero, fill, add, scale, clamp, project_out, project_cap)

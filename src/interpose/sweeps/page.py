@@ -24,7 +24,7 @@ _FAINT = 0.25  # the largest share below which colours are scaled to the data
 
 def as_text(result: SweepResult) -> str:
     """A few lines: what was measured, what it took, and the places, or the strongest of them."""
-    parts = [title(result), *(f"  {line}" for line in _lines(result))]
+    parts = [title(result), *(f"  {line}" for line in _lines(result, "in brackets"))]
     for number, name in enumerate(result.metrics):
         meaning, shown = view(result, number, terminal=True)
         parts.append(f"\n{name}: {meaning}" if result.several else f"\n{meaning}")
@@ -36,7 +36,7 @@ def as_text(result: SweepResult) -> str:
 
 def as_html(result: SweepResult) -> str:
     """The result as HTML, without a document around it."""
-    about = "".join(f"<br>{escape(line)}" for line in _lines(result))
+    about = "".join(f"<br>{escape(line)}" for line in _lines(result, "grey"))
     parts = [f"<p><b>{escape(title(result))}</b>{about}</p>"]
     for number, name in enumerate(result.metrics):
         meaning, shown = view(result, number)
@@ -68,7 +68,7 @@ def title(result: SweepResult) -> str:
     return f"{what}: {where}by {axes}, {count}"
 
 
-def _lines(result: SweepResult) -> Iterator[str]:
+def _lines(result: SweepResult, marked: str) -> Iterator[str]:
     """The runs as they are without a change, what ran, and how far to trust it."""
     for number, name in enumerate(result.metrics):
         ends = [f"clean {_shown(result.clean[number].mean())}"]
@@ -79,11 +79,18 @@ def _lines(result: SweepResult) -> Iterator[str]:
     yield str(result.tally)
     if result.corrupt is not None and result.clean.equal(result.corrupt):
         yield "the two texts give the same: there is nothing to carry over"
-    if result.noise_floor > 0:
-        floors = ", ".join(map(_shown, result.noise_floors))
+    if result.own is not None:
         yield (
-            f"noise floor {floors}: so far the size of a batch alone moves a metric in 16 bits; "
-            f"{int(result.within_noise.sum())} of {result.within_noise.numel()} effects are within it"
+            f"logits of these tokens in float32, from a stream in {result.own.logits}; result.own has the same by the "
+            f"model's own logits, in {result.own.logits}"
+        )
+    elif result.noise_floor > 0:
+        yield f"logits are the model's own, in {result.logits}"
+    if result.noise_floor > 0:
+        floors, within = ", ".join(map(_shown, result.noise_floors)), result.within_noise
+        yield (
+            f"noise floor {floors}: so far rounding alone moves the metric; {int(within.sum())} of {within.numel()} "
+            f"effects are within it ({marked})"
         )
 
 
@@ -125,13 +132,13 @@ def _labels(result: SweepResult, axis: str, terminal: bool) -> list[str]:
 
 def _rows(result: SweepResult, number: int, count: int) -> tuple[list[str], list[list[str]]]:
     """The strongest places as a table: its head and its rows."""
-    name, floor = result.metrics[number], result.noise_floors[number]
+    name = result.metrics[number]
     found = [record for record in result.top(count) if record["metric"] == name]
-    keys = [key for key in (found[0] if found else {}) if key != "metric"]
+    keys = [key for key in (found[0] if found else {}) if key not in ("metric", "within_noise")]
     rows = []
     for record in found:
         line = [_cell(record[key], key) for key in keys]
-        if abs(record["effect"]) <= floor and floor:
+        if record.get("within_noise"):
             line[keys.index("effect")] += " (within the noise)"
         rows.append(line)
     return keys, rows

@@ -29,6 +29,8 @@ class Proof:
     prefix: str = ""
     answers: str = ""
     """Why logits cannot be computed for some tokens alone."""
+    finer: str = ""
+    """Why, if they can, not in float32 beside the model's own in 16 bits."""
 
 
 def prove(model: Any) -> Proof:
@@ -73,7 +75,7 @@ def _try(model: Any) -> Proof:
     length, count = tokens.shape[1], len(tower.blocks)
     if length < 4:
         why = f"the model has {length} positions, too few for a proof"
-        return Proof(wavefront=why, prefix=why)
+        return Proof(wavefront=why, prefix=why, answers=why, finer=why)
     layers = sorted({0, count // 2, count - 1})
     places = [length // 2, length - 1]
     cells = [
@@ -102,9 +104,10 @@ def _try(model: Any) -> Proof:
     )
     causal = _causal(model, tokens)
     answers = _answers(model, tokens, base.logits)
+    finer = answers or _finer(model, tokens)
     if together or causal:
         why = together or causal
-        return Proof(batches=together, wavefront=why, prefix=why, answers=answers)
+        return Proof(batches=together, wavefront=why, prefix=why, answers=answers, finer=finer)
 
     def from_position(start: int) -> Tensor:
         """All rows, first those that begin in the first layer: the others pass by it."""
@@ -126,7 +129,7 @@ def _try(model: Any) -> Proof:
         return from_position(start)
 
     prefix = joined or problem(cache, from_cache, start)
-    return Proof(wavefront=joined, prefix=prefix, answers=answers)
+    return Proof(wavefront=joined, prefix=prefix, answers=answers, finer=finer)
 
 
 def _allowed(single: Tensor, base: Tensor) -> float:
@@ -146,6 +149,18 @@ def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
     small = 64 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
     same = found.shape[-1] == 2 and float((found - logits[..., some]).abs().max()) <= small
     return "" if same else "logits are more than the unembedding's columns"
+
+
+def _finer(model: Any, tokens: Tensor) -> str:
+    """Whether the unembedding gives the logits themselves, which nothing caps or scales: then float32 needs no more."""
+    try:
+        with only(model, torch.tensor([2, 5], device=tokens.device), finer=True) as columns:
+            found = first_tensor(model.module(input_ids=tokens))
+    except Exception as error:  # whatever the model's own code raises
+        return f"an unembedding in float32 raises {type(error).__name__}: {error}"
+    given = None if columns is None else columns.last
+    same = given is not None and found.dtype == given.dtype and torch.equal(found, given)
+    return "" if same else "logits are more than the unembedding gives"
 
 
 def _causal(model: Any, tokens: Tensor) -> str:

@@ -20,7 +20,7 @@ from interpose.sweeps import page
 from interpose.sweeps.planning import Tally
 from interpose.sweeps.statistics import Interval, bootstrap
 
-FORMAT, VERSION = "interpose.sweep", 1
+FORMAT, VERSION = "interpose.sweep", 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -36,12 +36,14 @@ class SweepResult:
         corrupt: of the corrupted run; None if there was none.
         direction: ``denoise`` or ``noise``.
         tally: what ran, and what it took.
-        noise_floors: in 16 bits, how far the size of a batch alone moves each metric.
+        noise: in 16 bits, how far rounding alone moved each metric, [metric, draw, example]; no draws in 32 bits.
         tokens: of the clean text, if there was one alone.
         sites: the kinds of sites that were changed.
         fixed: what all places have, by axes that were not gone through: ``{"head": 3}``.
         measured: the metrics as they were written.
         edit: what was done at each place; nothing for patching.
+        logits: the dtype of the logits that metrics looked at.
+        own: the same by the model's own logits in 16 bits, where those that are shown are from float32; else None.
     """
 
     axes: dict[str, list[Any]]
@@ -52,12 +54,14 @@ class SweepResult:
     corrupt: Tensor | None
     direction: str
     tally: Tally
-    noise_floors: tuple[float, ...]
+    noise: Tensor
     tokens: list[str] | None
     sites: tuple[str, ...] = ()
     fixed: dict[str, int] = field(default_factory=dict)
     measured: tuple[str, ...] = ()
     edit: str = ""
+    logits: str = "float32"
+    own: SweepResult | None = None
 
     # Numbers.
 
@@ -89,6 +93,11 @@ class SweepResult:
         return self._shown(self._effects().mean(-1) / self._way().mean(-1))
 
     @property
+    def noise_floors(self) -> tuple[float, ...]:
+        """How far rounding alone moved each metric's mean over examples, in the draw where it went furthest."""
+        return tuple(_furthest(self.noise.mean(-1)).tolist())
+
+    @property
     def noise_floor(self) -> float:
         """The largest of the noise floors, which is that of the metric if there is one alone."""
         return max(self.noise_floors)
@@ -96,8 +105,16 @@ class SweepResult:
     @property
     def within_noise(self) -> Tensor:
         """Where the effect is no larger than its metric's noise floor, shaped as `values`; nowhere in 32 bits."""
-        floors = torch.tensor(self.noise_floors).reshape(-1, *([1] * len(self.axes)))
-        return self._shown((self._effects().mean(-1).abs() <= floors) & (floors > 0))
+        return self._shown(self._within(examples=False))
+
+    def _within(self, *, examples: bool) -> Tensor:
+        """Which effects are within the noise, [metric, *axes]; with ``examples``, each example's: [..., example]."""
+        if examples:
+            effects, floors = self._effects(), self._spread(_furthest(self.noise))
+        else:
+            effects = self._effects().mean(-1)
+            floors = self._spread(_furthest(self.noise.mean(-1)))[..., 0]
+        return (effects.abs() <= floors) & (floors > 0)
 
     def interval(
         self,
@@ -162,6 +179,10 @@ class SweepResult:
         flat = [(part if examples else part.mean(-1)).flatten().tolist() for part in numbers]
         counted: list[list[Any]] = [list(range(self.examples))] if examples else []
         places = itertools.product(self.metrics, *self.axes.values(), *counted)
+        names = ["value", "effect", "normalised"][: len(flat)]
+        if self.noise_floor > 0:
+            flat.append(self._within(examples=examples).flatten().tolist())
+            names.append("within_noise")
         for (metric, *entries), *found in zip(places, *flat):
             record = dict(zip((*self.axes, "example"), entries))
             if self.tokens is not None and "pos" in record:
@@ -169,7 +190,7 @@ class SweepResult:
             yield {
                 **record,
                 "metric": metric,
-                **dict(zip(("value", "effect", "normalised"), found)),
+                **dict(zip(names, found)),
             }
 
     def top(self, k: int = 10) -> list[dict[str, Any]]:
@@ -193,6 +214,8 @@ class SweepResult:
             value = getattr(self, option.name)
             if isinstance(value, Tensor):
                 value = _listed(value.tolist())
+            elif isinstance(value, SweepResult):
+                value = value.to_dict()
             data[option.name] = list(value) if isinstance(value, tuple) else value
         return {**data, "tally": dataclasses.asdict(self.tally)}
 
@@ -211,10 +234,15 @@ class SweepResult:
             wrong = sorted(set(words) - there) or sorted(there - set(words))
             verb = "has no" if set(words) - there else "needs"
             raise ValueError(f"a result of a sweep {verb} {wrong[0]!r}: written by hand?")
-        for name in ("each", "clean", "corrupt"):
+        for name in ("each", "clean", "corrupt", "noise"):
             words[name] = None if words[name] is None else _tensor(words[name])
-        for name in ("metrics", "sites", "measured", "noise_floors"):
+        draws = len(data["noise"][0])
+        words["noise"] = words["noise"].reshape(
+            len(words["metrics"]), draws, words["each"].shape[-1]
+        )
+        for name in ("metrics", "sites", "measured"):
             words[name] = tuple(words[name])
+        words["own"] = None if words["own"] is None else cls.from_dict(words["own"])
         return cls(**{**words, "tally": Tally(**words["tally"])})
 
     # Pictures.
@@ -248,6 +276,12 @@ class SweepResult:
         if Path(path).suffix == ".json":
             return write(path, json.dumps(self.to_dict(), allow_nan=False))
         raise ValueError(f"save writes .html, .svg or .json; got {str(path)!r}.")
+
+
+def _furthest(noise: Tensor) -> Tensor:
+    """How far a metric moved in the draw that moved it most, [metric, ...] of [metric, draw, ...]; 0 without draws."""
+    moved = noise.abs().nan_to_num(0.0, torch.inf)
+    return moved.amax(1) if noise.shape[1] else moved.sum(1)
 
 
 def _listed(value: Any) -> Any:

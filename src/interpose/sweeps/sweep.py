@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -165,35 +165,37 @@ class _Sweep:
         fixed = self.places.fixed(lengths[0])
         cells = self.places.cells(axes, fixed)
         total = sum(len(part.numbers) for part in parts)
-        shape = (len(self.metrics), len(cells), total)
-        values, tally = torch.zeros(shape), Tally()
-        ends = torch.zeros(2, len(self.metrics), total)
+        tally = Tally()
         task = self._task(tower, cells, total, tally)
-        advance = Progress(progress, len(cells) * total)
-        floors = torch.zeros(len(self.metrics))
-        with advance:
-            for part in parts:
-                found = run(task, part, advance.step)
-                numbers = list(part.numbers)
-                values[:, :, numbers] = found.values
-                ends[0][:, numbers], ends[1][:, numbers] = found.clean, found.corrupt
-                floors = torch.fmax(floors, found.floors)
-        return SweepResult(
-            axes={name: list(entries) for name, entries in axes.items()},
-            metrics=tuple(self.metrics),
-            several=several,
-            each=values.reshape(len(self.metrics), *(len(e) for e in axes.values()), total),
-            clean=ends[0],
-            corrupt=None if parts[0].corrupt is None else ends[1],
-            direction=self.direction,
-            tally=tally,
-            noise_floors=tuple(floors.tolist()),
-            tokens=self._tokens(parts),
-            sites=tuple(self.places.sites),
-            fixed=fixed,
-            measured=tuple(map(label, self.metrics.values())),
-            edit="" if self.edit is None else type(_edit_at(self.edit, cells[0])).__name__,
+        with Progress(progress, len(cells) * total) as advance:
+            found = [run(task, part, advance.step) for part in parts]
+        order = torch.tensor([number for part in parts for number in part.numbers]).argsort()
+        each, clean, corrupt, noise = (
+            torch.cat([getattr(one, name) for one in found], -1)[..., order]
+            for name in ("values", "clean", "corrupt", "noise")
         )
+        shape = (len(self.metrics), *(len(entries) for entries in axes.values()), total)
+        shown, *own = (
+            SweepResult(
+                axes={name: list(entries) for name, entries in axes.items()},
+                metrics=tuple(self.metrics),
+                several=several,
+                each=each[at].reshape(shape),
+                clean=clean[at],
+                corrupt=None if parts[0].corrupt is None else corrupt[at],
+                direction=self.direction,
+                tally=tally,
+                noise=noise[at],
+                tokens=self._tokens(parts),
+                sites=tuple(self.places.sites),
+                fixed=fixed,
+                measured=tuple(map(label, self.metrics.values())),
+                edit="" if self.edit is None else type(_edit_at(self.edit, cells[0])).__name__,
+                logits=logits,
+            )
+            for at, logits in enumerate(found[0].logits)
+        )
+        return replace(shown, own=own[0]) if own else shown
 
     def _tower(self) -> Tower:
         found = tower_of(self.model)
