@@ -143,7 +143,7 @@ def lines_of_code(path: Path) -> int:
 def test_the_engine_reads_in_an_evening() -> None:
     engine = [p for p in python_files() if layer_of(p) in ("errors", "sites", "taps", "engine")]
     lines = sum(lines_of_code(path) for path in engine)
-    assert lines < 3450, f"{lines} lines"
+    assert lines < 3600, f"{lines} lines"
 
 
 # Analyses that watch a training loop or a network of any kind: parts of the engine by another name.

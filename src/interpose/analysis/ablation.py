@@ -152,7 +152,7 @@ def _means(
     """The mean of each site over texts, [1, pos or 1, ...]."""
     sums: dict[str, Tensor] = {}
     for name in names:
-        if not apart and "pos" not in model.hook_dict[name].axes:
+        if not apart and model.hook_dict[name].pos_axis != 1:
             raise ValueError(
                 f"{name!r} is {model.hook_dict[name].axes}: it has no mean over positions. Give several texts of one "
                 "length, whose mean is taken at each position."

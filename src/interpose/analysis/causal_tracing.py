@@ -182,7 +182,7 @@ def _layers(model: Any, site: str) -> list[int]:
     """The layers that have a kind of site."""
     points = [model.hook_dict[name] for name in model.sites.select([site])]
     for point in points:
-        if point.axes[:2] != ("batch", "pos") or point.layer() is None:
+        if point.pos_axis != 1 or point.layer() is None:
             raise ValueError(
                 f"a value is restored at a layer and a position; {point.name!r} is {point.axes}. Choose another kind "
                 "of site, such as 'mlp_out' or 'attn_out'."

@@ -237,7 +237,7 @@ def sites_by_layer(model: Any, kinds: Sequence[str], layers: Layers) -> dict[str
                 raise ValueError(
                     f"{kind!r} has both {row[site.layer][0]!r} and {site.name!r} in one layer: ask for one at a time."
                 )
-            row[site.layer] = (site.name, _axes(site.axes))
+            row[site.layer] = (site.name, _axes(model.hook_dict[site.name]))
     shared = [layer for layer in found[kinds[0]] if all(layer in row for row in found.values())]
     if not shared:
         raise ValueError(f"no layer has all of {', '.join(kinds)}.")
@@ -262,9 +262,10 @@ def _sites_of(model: Any, kind: str) -> list[Any]:
     )
 
 
-def _axes(names: Sequence[str]) -> tuple[str, ...]:
+def _axes(point: Any) -> tuple[str, ...]:
     """The axes of a value, the last of which are its neurons: features, or keys of a pattern."""
-    return tuple("pos" if name == "query" else name for name in (*names[:-1], "neuron"))
+    names = (*point.axes[:-1], "neuron")
+    return tuple("pos" if at == point.pos_axis else name for at, name in enumerate(names))
 
 
 def _words(sites: Any, over: str | Sequence[str] | None) -> tuple[str, ...]:

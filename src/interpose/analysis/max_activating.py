@@ -254,8 +254,9 @@ def _values(
     with torch.no_grad():
         _, cache = model.run_with_cache(batch.clean, names_filter=there, return_type=None)
     ((name, whole),) = cache.items()
-    axes = model.sites[name].axes
-    if axes[:2] != ("batch", "pos") or len(axes) != (3 if head is None else 4):
+    point = model.hook_dict[name]
+    axes = point.axes
+    if point.pos_axis != 1 or len(axes) != (3 if head is None else 4):
         raise ValueError(
             f"max_activating looks at a vector at each position; {site!r} is {list(axes)}. "
             f"{'Say which head: head=0.' if axes[2:3] == ('head',) else 'Choose another site.'}"

@@ -279,8 +279,9 @@ def _features(
     )
     with torch.no_grad():
         _, cache = model.run_with_cache(batch.clean, names_filter=there, return_type=None)
-    axes = model.sites[next(iter(cache))].axes
-    if axes[:2] != ("batch", "pos") or len(axes) != (3 if head is None else 4):
+    point = model.hook_dict[next(iter(cache))]
+    axes = point.axes
+    if point.pos_axis != 1 or len(axes) != (3 if head is None else 4):
         raise ValueError(
             f"probes read one vector at a position; {site!r} is {list(axes)}. "
             f"{'Say which head: head=0.' if axes[2:3] == ('head',) else 'Choose another site.'}"

@@ -187,7 +187,7 @@ class Statistics(Detector):
         if value.ndim == 0:
             return value.reshape(1, 1)
         axis = self.unit_axis
-        if axis is None and hook.axes[:2] == ("batch", "pos") and value.ndim > 2:
+        if axis is None and hook.axes[:1] == ("batch",) and hook.pos_axis == 1 and value.ndim > 2:
             return _tokens(value, hook)
         if axis is None:
             axis = 1 if value.ndim in (4, 5) else -1
@@ -222,7 +222,7 @@ class Statistics(Detector):
 def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
     """A value of a text, [batch, pos, ...], as [token, unit]: heads side by side, padding left out."""
     value = value.cpu() if value.device.type == "mps" else value  # mps has no float64
-    mask = mask_at(hook)
+    mask = mask_at(hook, 1)
     if mask is not None and mask.shape == value.shape[:2]:
         return value[mask.to(value.device) != 0].flatten(1)
     return value.flatten(2).flatten(0, 1)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from interpose.edits.edit import Edit, Spot
 from interpose.edits.places import find
-from interpose.edits.positions import Window, choose, wanted_positions
+from interpose.edits.positions import choose, wanted_positions
 from interpose.edits.selector import Layers, Positions, at
 from interpose.engine.points import HookPoint
 from interpose.errors import EditError, NothingSelected
+from interpose.sites.axes import key_axis
 from interpose.sites.tree import Filter
 
 
@@ -54,7 +55,7 @@ class knockout(Edit):
 
     def change(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Lower the scores of the edges that are there."""
-        if "key" not in hook.axes or "query" not in hook.axes:
+        if key_axis(hook.axes) is None:
             raise EditError(
                 f"{self!r} cuts edges between queries and keys; {hook.name!r} is "
                 f"{hook.axes or tuple(value.shape)}."
@@ -95,16 +96,14 @@ class knockout(Edit):
 
     def _keys(self, value: Tensor, hook: HookPoint) -> Tensor:
         """A mask of the keys that are meant, [batch or 1, 1, 1, key]."""
-        seen = hook.axes.index("key")
-        length, queries = value.shape[seen], value.shape[hook.axes.index("query")]
-        window = Window(hook.offset, queries, hook.offset, hook.prompt)
-        # A sliding cache has dropped keys at the left; a static one has room left at the right.
-        keys = Window(max(0, window.end - length), length, hook.offset, hook.prompt)
+        seen = key_axis(hook.axes)
+        assert seen is not None
+        length, keys = value.shape[seen], hook.window(value.shape, seen)
         where: Any = vars(self)["_keys_at"]
         batch = value.shape[hook.axes.index("batch")] if "batch" in hook.axes else 1
         wanted: Any = [torch.arange(keys.first, keys.end, device="cpu")]
         if self.key is not None:
-            wanted = wanted_positions(where, self.key, window, hook, value, batch)
+            wanted = wanted_positions(where, self.key, keys, hook, value, batch)
         rows = [wanted] if isinstance(wanted, Tensor) else wanted
         mask = torch.zeros(len(rows), length, dtype=torch.bool, device=value.device)
         for line, one in zip(mask, rows):
@@ -116,12 +115,13 @@ class knockout(Edit):
         return mask.reshape(shape)
 
     def _refuse_blindness(self, before: Tensor, after: Tensor, hook: HookPoint) -> None:
-        axis = hook.axes.index("key")
+        axis = key_axis(hook.axes)
+        assert axis is not None
         blind = before.any(axis) & ~after.any(axis)
         if bool(blind.any()):
-            names = [name for name in hook.axes if name != "key"]
+            names = [name for at, name in enumerate(hook.axes) if at != axis]
             first = dict(zip(names, blind.nonzero()[0].tolist()))
-            query = first["query"] + hook.offset
+            query = first["query"] + hook.window(before.shape, hook.axes.index("query")).first
             raise EditError(
                 f"{self!r} leaves position {query} (row {first.get('batch', 0)}, head "
                 f"{first.get('head', 0)}) of {hook.name!r} with no key to look at. Leave it one: a query "

@@ -103,12 +103,14 @@ class noise(Edit):
             return part + self.std * drawn
         seed = self.seed + zlib.crc32(spot.hook.canonical.encode())
         hook, axis = spot.hook, spot.block.pos
-        if axis is None or (hook.prompt is None and not hook.offset):
+        window = None if axis is None else hook.window(spot.whole.shape, axis)
+        if axis is None or window is None or window.is_all:
             return part + self.std * _drawn(part.shape, seed, part)
         sizes = list(spot.whole.shape)
         length = sizes.pop(axis)
         lines = [
-            _drawn(sizes, seed + 1_000_003 * (hook.offset + place), part) for place in range(length)
+            _drawn(sizes, seed + 1_000_003 * (window.first + place), part)
+            for place in range(length)
         ]
         return part + self.std * spot.cut(torch.stack(lines, axis))
 

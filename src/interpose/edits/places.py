@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.edits.positions import Chosen, Window, choose, places, pos_axis, wanted_positions
-from interpose.engine.points import HookPoint
+from interpose.edits.positions import Chosen, choose, places, pos_axis, wanted_positions
+from interpose.engine.points import HookPoint, Window
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.running import packed
+from interpose.sites.axes import position_axis
 
 _IMAGE = (4, 5)
 """How many axes an image has, if its axes have no names: the second is its channels."""
@@ -36,11 +37,11 @@ def batch_axis(axes: tuple[str, ...]) -> int | None:
 
 def check_axes(where: Any, name: str, axes: tuple[str, ...]) -> None:
     """Refuse words that a site cannot mean, where its axes are known."""
-    needed: dict[str, tuple[str, ...]] = {"head": ("head",), "rows": ("batch",)}
-    needed["pos"] = needed["phase"] = ("pos", "query")
+    there = {"head": "head" in axes, "rows": "batch" in axes}
+    there["pos"] = there["phase"] = position_axis(axes) is not None
     words = {"head": "heads", "rows": "rows", "pos": "positions", "phase": "positions"}
-    for word, known in needed.items():
-        if axes and getattr(where, word) is not None and not set(known).intersection(axes):
+    for word, known in there.items():
+        if axes and getattr(where, word) is not None and not known:
             raise ValueError(f"{where.label}: {name!r} has no axis of {words[word]}: it is {axes}.")
 
 
@@ -252,8 +253,7 @@ class _Search:
     # Positions.
 
     def _window(self, axis: int) -> Window:
-        hook = self.hook
-        return Window(hook.offset, self.value.shape[axis], hook.offset, hook.prompt)
+        return self.hook.window(self.value.shape, axis)
 
     def _with_positions(self, index: dict[int, Tensor]) -> list[Block] | None:
         where, shape = self.where, self.value.shape
@@ -339,13 +339,13 @@ class _Search:
                     corner = corner & self._mask({axis: self._some(ex, word)})
                     continue
                 axis = pos_axis(self.value, self.hook)
-                found = self._excluded(ex, axis)
+                found, first = self._excluded(ex, axis), self._window(axis).first
                 if isinstance(found, Tensor):
-                    corner = corner & self._mask({axis: found - self.hook.offset})
+                    corner = corner & self._mask({axis: found - first})
                     continue
                 own = torch.zeros(self.value.shape, dtype=torch.bool, device=device)
                 for row, places_ in enumerate(found):
-                    picked = {self.batch: torch.tensor([row]), axis: places_ - self.hook.offset}
+                    picked = {self.batch: torch.tensor([row]), axis: places_ - first}
                     own = own | self._mask(picked)  # type: ignore[arg-type]
                 corner = corner & own
             spared = spared | corner

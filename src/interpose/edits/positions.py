@@ -8,31 +8,7 @@ import torch
 from torch import Tensor
 
 from interpose.edits import texts
-from interpose.engine.points import HookPoint
-
-
-class Window(NamedTuple):
-    """The positions that an axis of a value holds: ``length`` of them, the first being ``first``."""
-
-    first: int
-    length: int
-    offset: int
-    prompt: int | None
-
-    @property
-    def end(self) -> int:
-        """The position after the last."""
-        return self.first + self.length
-
-    @property
-    def total(self) -> int:
-        """What negative numbers count from: the end of the prompt, if text is being generated."""
-        return self.end if self.prompt is None else self.prompt
-
-    @property
-    def is_all(self) -> bool:
-        """Whether this is the whole text, so that what is not here is nowhere."""
-        return self.prompt is None and self.offset == 0
+from interpose.engine.points import HookPoint, Window
 
 
 class Chosen(NamedTuple):
@@ -50,9 +26,9 @@ class Chosen(NamedTuple):
 
 def pos_axis(value: Tensor, hook: HookPoint) -> int:
     """The axis of positions: by its name, or the second of ``[batch, pos, ...]``."""
-    for name in ("pos", "query"):
-        if name in hook.axes:
-            return hook.axes.index(name)
+    found = hook.pos_axis
+    if found is not None:
+        return found
     if hook.axes or value.ndim < 3:
         raise ValueError(
             f"{hook.name!r} has no axis of positions: it is {hook.axes or tuple(value.shape)}. "

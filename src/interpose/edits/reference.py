@@ -76,7 +76,7 @@ def brought(given: Tensor, spot: Spot, source_pos: Any = None) -> Tensor:
                 f"{hook.name!r}."
             )
         given = block.at_positions(given, wanted[block.ordinal])
-    elif length != 1 and (hook.offset or hook.prompt is not None):
+    elif length != 1 and not hook.window(spot.whole.shape, axis).is_all:
         given = _of_the_whole_text(given, spot, length)
     elif length not in (1, here, block.sizes()[axis]):
         raise EditShapeError(
@@ -103,7 +103,8 @@ def _of_the_whole_text(given: Tensor, spot: Spot, length: int) -> Tensor:
     assert block.pos is not None
     own = block.by_row if block.by_row is not None else block.index.get(block.pos)
     own = torch.arange(spot.whole.shape[block.pos], device="cpu") if own is None else own
-    found, last = own + hook.offset, int(own.max()) + hook.offset
+    found = own + hook.window(spot.whole.shape, block.pos).first
+    last = int(found.max())
     if (
         block.rank is not None
         and block.total == length
@@ -167,8 +168,8 @@ class mean(Edit):
                 f"{self!r}: the mean over one value is that value; {hook.name!r} is "
                 f"{tuple(whole.shape)}. Give a larger batch, or mean=cache."
             )
-        mask = mask_at(hook)
         batch, pos = batch_axis(hook.axes), spot.block.pos
+        mask = mask_at(hook, pos)
         if mask is None or batch is None or pos is None or mask.ndim != 2:
             return whole.mean(axes, keepdim=True)
         if mask.shape != (whole.shape[batch], whole.shape[pos]) or "query" in hook.axes:
@@ -188,7 +189,8 @@ def _others(spot: Spot, ndim: int, per_position: bool) -> list[int]:
     if per_position:
         return found
     if axes:
-        return found + [axes.index(name) for name in ("pos", "query") if name in axes]
+        pos = spot.hook.pos_axis
+        return found if pos is None else [*found, pos]
     units = unit_axis(axes, ndim)
     return [axis for axis in range(ndim) if axis != units]
 
@@ -197,7 +199,7 @@ def _of_units(found: Tensor, spot: Spot) -> Tensor:
     """Statistics have one number for each unit: of a token, along the last axis, or the channels of an image."""
     hook, ndim = spot.hook, spot.whole.ndim
     units = spot.whole.shape[2:]
-    if hook.axes[:2] == ("batch", "pos") and len(found) == units.numel():
+    if hook.axes[:1] == ("batch",) and hook.pos_axis == 1 and len(found) == units.numel():
         return found.reshape(1, 1, *units)
     axis = unit_axis(hook.axes, ndim)
     if "head" in hook.axes or len(found) != spot.whole.shape[axis]:
@@ -239,7 +241,7 @@ class resample(Edit):
                 f"{self!r}: its source has {tuple(given.shape)} for {hook.name!r}, which is "
                 f"{tuple(spot.whole.shape)}."
             )
-        mask = mask_at(hook)
+        mask = mask_at(hook, spot.block.pos)
         if self.source is None and mask is not None and not bool(mask.all()):
             raise EditError(
                 f"{self!r}: the texts of the batch have different lengths, so that some would get the padding of "

@@ -165,8 +165,14 @@ class at(Saved):
                 f"{self.label} is no rectangle of {hook.name!r}: {why}, so it can be written to and "
                 "not read. Say occurrence='first' or 'last', or read the whole value."
             )
-        part = places.blocks[0].take(value)
-        return part if self.at is ... else part[self.at]
+        block = places.blocks[0]
+        part = block.take(value)
+        if self.at is not ...:
+            return part[self.at]
+        chosen = block.by_row if block.by_row is not None else block.index.get(block.pos)  # type: ignore[arg-type]
+        if chosen is not None and block.pos is not None:
+            hook.picked = chosen + hook.window(value.shape, block.pos).first
+        return part
 
     def put(self, value: Tensor, new: Tensor, hook: HookPoint) -> Tensor:
         """The value with that part replaced."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from interpose.engine.points import HookPoint
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.running import packed
+from interpose.models.running.masks import side_of
 from interpose.taps.context import graph_task, under_checkpoint
 
 if TYPE_CHECKING:
-    from interpose.edits.positions import Window
+    from interpose.engine.points import Window
 
 
 class Seen:
@@ -126,9 +127,9 @@ def _seen(where: Any, window: Window, hook: HookPoint, value: Tensor, batch: int
             f"{where.label}: a position by its text is known to model(...) and model.generate; for "
             "generate_batch give numbers, or one call for each text (model.get_token_position)."
         )
-    side = "decoder_" if hook.canonical.startswith("decoder.") else ""
+    side = side_of(window.sequence, hook)
     name = f"{side}input_ids"
-    tokens = hook.given.get(name)
+    tokens = None if side is None else hook.given.get(name)
     mine = _MEMORY.setdefault(where, {}).setdefault(threading.get_ident(), [])
     if tokens is None and graph_task() != -1:
         return _repeated(where, hook, value)
@@ -151,7 +152,7 @@ def _seen(where: Any, window: Window, hook: HookPoint, value: Tensor, batch: int
             mask = mask[:, -ids.shape[1] :].cpu() if fits else None
         seen = Seen(ids, mask, first)
         hook.given[f"{name} seen"] = seen
-    if seen.tokens.shape[0] not in (1, batch) or tokens.shape[1] != window.length:
+    if seen.tokens.shape[0] not in (1, batch) or window.offset + tokens.shape[1] != window.end:
         raise Unsupported(
             f"{where.label}: {hook.name!r} has {batch} rows of {window.length} positions, and the run "
             f"{tuple(tokens.shape)} tokens: which belong together is not known. Give numbers."

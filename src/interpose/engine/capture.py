@@ -18,6 +18,7 @@ from interpose.engine.reading import Read, Reads
 from interpose.engine.scope import Binding, Scope
 from interpose.engine.watching import Watching
 from interpose.errors import GradientError
+from interpose.sites.axes import position_axis
 from interpose.sites.grammar import Tail
 from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps import values
@@ -56,15 +57,15 @@ class Cut:
         if not self.slices:
             return values.twin(part) if self.clone else part
         if self.pos_slice is not None:
-            named = [axes.index(word) for word in ("pos", "query") if word in axes]
-            if not named and part.ndim != 3:
+            axis = position_axis(axes)
+            if axis is None and part.ndim != 3:
                 raise ValueError(
                     f"pos_slice needs values of shape [batch, pos, features]; {name!r} is "
                     f"{tuple(part.shape)}. Say which axis with keep={{axis: index}}."
                 )
             whole = self.pos_slice
-            axis = named[0] if named else 1
-            part = _pick(part, axis, [whole] if isinstance(whole, int) else whole)
+            whole = [whole] if isinstance(whole, int) else whole
+            part = _pick(part, 1 if axis is None else axis, whole)
         if callable(self.keep):
             part = self.keep(part)
         elif self.keep is not None:
@@ -171,11 +172,11 @@ class CaptureRun(Scope):
         return waiting
 
     def keep(
-        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
+        self, site: Site, name: str, leaf: values.Leaf, part: Tensor, point: HookPoint, *_: Any
     ) -> None:
         """Take one value."""
         version = None if self.cut.clone or part.is_inference() else part._version
-        self.kept.append(Kept(site, name, call, leaf, part, version))
+        self.kept.append(Kept(site, name, point.call, leaf, part, version))
 
     def done(self, listener: Capturing) -> None:
         """Stop the run, if this was the last site asked for."""

@@ -159,21 +159,26 @@ class Listener:
         """The second argument of a hook function."""
         site, frame = self.site, frame_of(self.root)
         # The frame itself would keep every graph alive: gradient hooks hold points, it holds tensors.
-        where = (call.module, call.index, site.axes, frame.offset, frame.prompt, frame.given)
-        return HookPoint(self.model, name, site.canonical, *where, site.part)
+        here = (call.module, call.index, site.axes, frame.where, frame.given)
+        return HookPoint(self.model, name, site.canonical, *here, site.part)
 
 
 class FrameStart(Listener):
-    """On the root: a forward pass begins."""
+    """On the root, or on a part of it that is run by itself: a forward pass begins."""
 
     phase = BEFORE_EDIT
 
+    def is_whole(self, call: Call) -> bool:
+        """Whether this call is a pass by itself, not repeated and not a part of a pass of the root."""
+        part = self.site.module is not self.root and calls_under_way(self.root)
+        return not (call.recomputed or part)
+
     def on(self, call: Call) -> None:
         """Count calls from zero again, unless the root was called by itself."""
-        if not call.recomputed:
+        if self.is_whole(call):
             self.fired += 1
             frame = frame_of(self.root)
-            if frame.depth == 0 or calls_under_way(self.root) == 1:
+            if frame.depth == 0 or calls_under_way(self.site.module) == 1:
                 # Not counting on `depth` alone: a forward that raised left it as it was.
                 self._renew()
                 frame = Frame()
@@ -189,14 +194,14 @@ class FrameStart(Listener):
             binding.renew(model.changes)
 
 
-class FrameEnd(Listener):
-    """On the root: a forward pass is complete."""
+class FrameEnd(FrameStart):
+    """There, too: the forward pass is complete."""
 
     phase = AFTER_READ
 
     def on(self, call: Call) -> None:
         """Guard a later backward pass, and let go of what belonged to this one."""
-        if not call.recomputed:
+        if self.is_whole(call):
             frame = frame_of(self.root)
             frame.depth -= 1
             if frame.depth <= 0:
@@ -229,9 +234,15 @@ class Sink(Protocol):
     """What takes captured values."""
 
     def keep(
-        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
+        self,
+        site: Site,
+        name: str,
+        leaf: values.Leaf,
+        part: Tensor,
+        point: HookPoint,
+        value: Tensor,
     ) -> None:
-        """Take one value."""
+        """Take a part of one value."""
 
     def done(self, listener: Capturing) -> None:
         """All values of one call have been taken."""
@@ -255,8 +266,8 @@ class Capturing(Listener):
         for leaf, value, name in self.tensors(call):
             self.fired += 1
             shared = (self.sink, leaf, self.site.lens, self.site.part)
-            part = call.shared.get(shared)
-            if part is None:
+            kept = call.shared.get(shared)
+            if kept is None:
                 point = self.point(call, name)
                 cut = point.selected(value)
                 self.idle = point.idle
@@ -264,8 +275,9 @@ class Capturing(Listener):
                     self.fired -= 1
                     continue
                 # Names of one site share one copy.
-                part = call.shared[shared] = self.sink.cut(cut, name, self.site.axes)
-            self.sink.keep(self.site, name, call.index, leaf, part)
+                part = self.sink.cut(cut, name, self.site.axes)
+                kept = call.shared[shared] = part, point, value
+            self.sink.keep(self.site, name, leaf, *kept)
         self.sink.done(self)
 
 

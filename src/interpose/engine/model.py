@@ -24,7 +24,7 @@ from interpose.engine.stamp import Stamp
 from interpose.engine.standing import HookItem, StandingHooks
 from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree, Site
-from interpose.taps.context import frame_of
+from interpose.taps.context import Whereabouts, frame_of
 
 
 class Model(StandingHooks):
@@ -96,9 +96,17 @@ class Model(StandingHooks):
         self._seen.clear()
         self._calls_of.clear()
 
-    def whereabouts(self, arguments: Mapping[str, Any]) -> tuple[int, int | None]:  # noqa: ARG002
-        """How many positions come before a forward pass with these arguments, and how many are the prompt's."""
-        return 0, None
+    def whereabouts(self, arguments: Mapping[str, Any]) -> Whereabouts:  # noqa: ARG002
+        """Where in a text a forward pass with these arguments is."""
+        return Whereabouts()
+
+    def beginnings(self) -> list[Site]:
+        """Where forward passes begin: at the root, and at parts of it that are run by themselves."""
+        return [self.tree.site("")]
+
+    def kept_of(self, text: Any) -> int | None:  # noqa: ARG002
+        """How many positions of a text stayed, if some may have been taken back."""
+        return None
 
     # The module, passed through.
 

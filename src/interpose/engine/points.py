@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from interpose.engine.hooks import Hook
-from interpose.errors import SiteNotFound
+from interpose.errors import SiteNotFound, Unsupported
+from interpose.sites.axes import TEXT, first_position, position_axis, sequence_of
+from interpose.taps.context import Whereabouts
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
     from interpose.engine.scope import Binding
+
+
+class Window(NamedTuple):
+    """The positions that an axis of a value holds: ``length`` of them, the first being ``first``.
+
+    ``sequence``: what they count. ``offset``: the position of the forward pass's first token. ``prompt``:
+    how many are the prompt's, of a text that is being generated; all of them in other sequences.
+    """
+
+    first: int
+    length: int
+    offset: int
+    prompt: int | None
+    sequence: str | None = "queries"
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + self.length
+
+    @property
+    def total(self) -> int:
+        """What negative numbers count from: the end of the prompt, if text is being generated."""
+        return self.end if self.prompt is None else self.prompt
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this is the whole sequence, so that what is not here is nowhere."""
+        whole = self.prompt is None and self.offset == 0 and self.first == 0
+        return whole or self.sequence not in TEXT
 
 
 class HookPoint:
@@ -21,14 +53,14 @@ class HookPoint:
     Views of one site share ``ctx``, a dictionary for hooks to leave things in. ``call`` is the
     number of this call of the module within the forward pass (None outside a hook, or where it
     cannot be known). ``axes`` are the names of the value's axes, where they are known.
-    ``offset`` is the position of the value's first token in the whole text: more than 0 after a KV
-    cache. ``prompt`` is how many positions belong to the prompt, while text is being generated.
+    ``offset`` is the position of the forward pass's first token in the whole text: more than 0 after
+    a KV cache. ``prompt`` is how many positions belong to the prompt, while text is being generated.
     ``given`` has the tokens and masks of the forward pass, by their names (``input_ids``).
     """
 
     __slots__ = (
-        "axes", "call", "canonical", "given", "idle", "model", "module", "name", "offset", "part",
-        "prompt",
+        "axes", "call", "canonical", "given", "idle", "model", "module", "name", "part", "picked",
+        "where",
     )  # fmt: skip
 
     def __init__(
@@ -39,8 +71,7 @@ class HookPoint:
         module: nn.Module,
         call: int | None = None,
         axes: tuple[str, ...] = (),
-        offset: int = 0,
-        prompt: int | None = None,
+        where: Whereabouts = Whereabouts(),  # noqa: B008 - never changed
         given: dict[str, Any] | None = None,
         part: Any = None,
     ) -> None:
@@ -50,11 +81,53 @@ class HookPoint:
         self.module = module
         self.call = call
         self.axes = axes
-        self.offset = offset
-        self.prompt = prompt
+        self.where = where
         self.given = {} if given is None else given
         self.part = part
         self.idle = ""  # why a selector or an edit found nothing of its own here
+        self.picked: Tensor | None = None  # the positions that a selector took, where it chose some
+
+    @property
+    def offset(self) -> int:
+        """The position of the forward pass's first token in the whole text."""
+        if self.where.offset is None:
+            raise Unsupported(
+                f"{self.name!r}: this forward pass goes on from a state that does not say how many positions "
+                "it has seen, so where the pass begins is not known. Generate with model.generate(...), "
+                "which counts them, or run the whole text in one pass."
+            )
+        return self.where.offset
+
+    @property
+    def prompt(self) -> int | None:
+        """How many positions belong to the prompt, while text is being generated."""
+        return self.where.prompt
+
+    @property
+    def pos_axis(self) -> int | None:
+        """The axis of positions, where the value's axes have names and one counts positions."""
+        return position_axis(self.axes)
+
+    def sequence(self, axis: int) -> str | None:
+        """What an axis of a value here counts: see `interpose.sites.axes`."""
+        if not self.axes:
+            return "queries"
+        return sequence_of(self.axes[axis], self.canonical, encodes=self.where.encodes)
+
+    def window(self, shape: Sequence[int], axis: int) -> Window:
+        """The positions that an axis of a value here holds."""
+        size = shape[axis]
+        sequence = self.sequence(axis)
+        if sequence not in TEXT:
+            return Window(0, size, 0, size, sequence)
+        offset, length = self.offset, self.where.length
+        if sequence == "keys" and "query" in self.axes:
+            length = shape[self.axes.index("query")]
+        cut = self.canonical.startswith("unembed.")  # often only the last logits are computed
+        first = first_position(sequence, size, offset, length, last=cut)
+        if sequence == "keys" and length is not None:
+            size = min(size, offset + length - first)
+        return Window(first, size, offset, self.prompt, sequence)
 
     def selected(self, value: Tensor) -> Tensor | None:
         """The part of a value that the hook's selector means; None if there is none in this pass."""

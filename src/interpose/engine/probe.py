@@ -15,7 +15,6 @@ from interpose.engine.hooks import Engine
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
 from interpose.sites.grammar import OUTPUT, Tail
-from interpose.sites.tree import Site
 from interpose.taps import values
 
 if TYPE_CHECKING:
@@ -95,9 +94,7 @@ def _watch_shapes(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 class _Shapes:
     """A sink that keeps nothing: shapes were noted on the way here."""
 
-    def keep(
-        self, site: Site, name: str, call: int | None, leaf: values.Leaf, part: Tensor
-    ) -> None:
+    def keep(self, *_: Any) -> None:
         """Nothing."""
 
     def done(self, listener: Capturing) -> None:

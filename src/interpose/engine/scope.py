@@ -126,8 +126,11 @@ def bind(
 def frames(model: Model, scope: Scope | None) -> Binding:
     """Notices where forward passes of the root begin and end."""
     binding = Binding(Engine("the engine"), "fwd")
-    site = model.tree.site("")
-    binding.listeners = [kind(model, site, scope, outright=True) for kind in (FrameStart, FrameEnd)]
+    binding.listeners = [
+        kind(model, site, scope, outright=True)
+        for site in model.beginnings()
+        for kind in (FrameStart, FrameEnd)
+    ]
     return binding
 
 

@@ -24,7 +24,8 @@ from interpose.models.running.text import Text
 from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
 from interpose.models.weights.weights import Weights
-from interpose.sites.tree import ModuleTree
+from interpose.sites.tree import ModuleTree, Site
+from interpose.taps.context import Whereabouts
 
 
 class TransformerModel(Text, Forward, Weights, Model):
@@ -97,9 +98,18 @@ class TransformerModel(Text, Forward, Weights, Model):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *OURS})
 
-    def whereabouts(self, arguments: Mapping[str, Any]) -> tuple[int, int | None]:
-        """How many positions a KV cache holds before a forward pass, and how many are the prompt's."""
-        return generation.whereabouts(arguments)
+    def whereabouts(self, arguments: Mapping[str, Any]) -> Whereabouts:
+        """Where in a text a forward pass with these arguments is."""
+        return generation.whereabouts(self, arguments)
+
+    def beginnings(self) -> list[Site]:
+        """Where forward passes begin: at the root, and at parts of it that generate text by themselves."""
+        parts = generation.parts_that_generate(self)
+        return [*super().beginnings(), *(self.tree.place(path, part) for path, part in parts)]
+
+    def kept_of(self, text: Any) -> int | None:
+        """How many positions of a text stayed: candidates of speculative decoding are taken back."""
+        return generation.kept_of(text)
 
     def generate(
         self,

@@ -97,8 +97,11 @@ def _indices(
     hook: HookPoint,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Indices of the rows' parts: in their values, and in the other run's. Axes behind the last chosen are whole."""
-    axes = hook.axes or ("batch", "pos", *(f"axis_{axis}" for axis in range(2, value.ndim)))
-    named = [_FIELDS.get(name) for name in axes]
+    pos = hook.pos_axis if hook.axes else 1
+    named = [
+        "pos" if axis == pos else name if name == "head" else None
+        for axis, name in enumerate(hook.axes or [""] * value.ndim)
+    ]
     if "neuron" in fields:
         named[-1] = "neuron"
     chosen = [name in fields for name in named]
@@ -121,9 +124,6 @@ def _indices(
         here.append(mine.reshape(shape))
         from_there.append(others.to(there.device).reshape(shape))
     return tuple(here), tuple(from_there)
-
-
-_FIELDS = {"pos": "pos", "query": "pos", "head": "head"}
 
 
 def edited(

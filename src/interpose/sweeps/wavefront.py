@@ -23,6 +23,7 @@ from interpose.models.running.trial import first_tensor
 from interpose.sweeps.cells import Cell, Change, Row, sent, spans
 from interpose.sweeps.reference import Reference, no_cache, rows_of_cache, wanted_logits
 from interpose.taps import bypass, eager, values
+from interpose.taps.context import Whereabouts
 from interpose.taps.tap import given_arguments, named_arguments
 
 
@@ -147,7 +148,7 @@ class Wavefront:
         if site not in self.spans:
             return fresh
         hook = self.model.hook_dict[site]
-        hook.offset = self.start
+        hook.where = Whereabouts(self.start)
         first, end = self.spans[site]
         fresh[first - before : end - before] = self.change(
             fresh[first - before : end - before], first, end, hook

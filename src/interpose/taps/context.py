@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -22,19 +22,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Whereabouts(NamedTuple):
+    """Where in a text a forward pass is.
+
+    ``offset``: the position of its first token, None if that cannot be known. ``prompt``: how many positions
+    belong to the prompt, if text is being generated. ``length``: how many tokens the pass has, if known.
+    ``text``: what passes over one text share: the generation, or the cache they go on from. ``encodes``:
+    whether an encoder reads something else.
+    """
+
+    offset: int | None = 0
+    prompt: int | None = None
+    length: int | None = None
+    text: Any = None
+    encodes: bool = False
+
+
 class Frame:
     """One forward pass of one root module.
 
     ``counts``: calls heard so far, by listener. ``depth``: calls of the root under way.
     ``edited_under_checkpoint``: listeners whose edits a checkpoint will have to repeat in the
     backward pass. ``must_not_change``: tensors that nobody may write to any more, with their
-    versions and sites. ``offset``: how many positions a KV cache holds before this pass's first;
-    ``prompt``: how many belong to the prompt, if text is being generated. ``given``: the tokens and
-    masks of the pass, by their names.
+    versions and sites. ``where``: where in the text it is. ``given``: the tokens and masks of the pass,
+    by their names.
     """
 
     __slots__ = (
-        "counts", "depth", "edited_under_checkpoint", "given", "must_not_change", "offset", "prompt",
+        "counts", "depth", "edited_under_checkpoint", "given", "must_not_change", "where",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -42,13 +57,12 @@ class Frame:
         self.edited_under_checkpoint: list[Any] = []
         self.depth = 0
         self.must_not_change: list[tuple[Any, int, str]] = []
-        self.offset = 0
-        self.prompt: int | None = None
+        self.where = Whereabouts()
         self.given: dict[str, Any] = {}
 
     def begin(self, model: Any, arguments: Mapping[str, Any]) -> None:
         """Note what is known of a pass from what the root is given."""
-        self.offset, self.prompt = model.whereabouts(arguments)
+        self.where = model.whereabouts(arguments)
         self.given = {name: arguments[name] for name in _TEXT if arguments.get(name) is not None}
 
 

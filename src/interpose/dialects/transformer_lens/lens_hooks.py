@@ -279,8 +279,8 @@ class LensHooks(TransformerModel):
             if device is not None:
                 kept = kept.to(device)
             kept = kept[0] if remove_batch_dim else kept
-            if chosen is not None and "pos" in hook.axes:
-                kept = chosen.apply(kept, dim=hook.axes.index("pos") - len(hook.axes))
+            if chosen is not None and hook.pos_axis is not None and "query" not in hook.axes:
+                kept = chosen.apply(kept, dim=hook.pos_axis - len(hook.axes))
             cache[hook.name + suffix] = kept
 
         wanted = self._everything() if names_filter is None else names_filter

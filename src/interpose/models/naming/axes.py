@@ -149,15 +149,22 @@ class Axes:
             return Layout(("batch", "patch")) if _alike(lead[0], self.batch) else found
         return found
 
-    def of_attention(self, found: Attention, tower: Rows, what: str) -> tuple[str, ...] | str:
+    def of_attention(
+        self, found: Attention, tower: Rows, what: str, names: tuple[str, ...]
+    ) -> tuple[str, ...] | str:
         """The axes of queries or keys as the kernel gets them, or of scores; a sentence if they are not these.
 
         Queries and keys are shown with positions before heads.
+
+        Args:
+            found: the attention.
+            tower: what its tower works on.
+            what: ``q``, ``k`` or ``scores``.
+            names: what the axes are called in a text.
         """
         if what == "scores" and found.other_softmax is not None:
             return f"its module takes another softmax too, of {list(found.other_softmax)}"
         shape = found.shapes.get(what)
-        names = _PAIRS if what == "scores" else ("batch", "pos", "head", "d_head")
         if shape is None or not tower.rows:
             return names
         if what == "scores" and len(shape) == 3:
@@ -174,8 +181,6 @@ class Axes:
         if not tower.is_text:
             slots = {"pos": tower.names[1], "query": "query_slot", "key": "key_slot"}
             return tuple(slots.get(name, name) for name in names)
-        if what == "k" and found.name == "attn" and shape[2] != tower.places[0]:
-            return tuple("key" if name == "pos" else name for name in names)
         return names
 
     def _sizes(self, place: Place) -> list[Counts]:
@@ -204,7 +209,6 @@ class Axes:
         return fits[0] if fits else None
 
 
-_PAIRS = ("batch", "head", "query", "key")
 _SENSES = [("vision", "image"), ("audio", "sound")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -28,6 +29,8 @@ from interpose.sites.tree import Site
 STREAM = ("batch", "pos", "d_model")
 HEADS = ("batch", "pos", "head", "d_head")
 PAIRS = ("batch", "head", "query", "key")
+KEYS = ("batch", "key", "head", "d_head")  # all that can be looked at: those of a cache too
+_OF_ENCODER = {"key": "encoder_pos", "pos": "encoder_pos"}  # in cross attention
 INSIDE = ("batch", "pos", "d_mlp")
 RESULTS = ("batch", "pos", "head", "d_model")
 
@@ -246,7 +249,7 @@ class Table:
                 continue
             place = Place(path=name, module=getattr(core, role), tail=OUTPUT)
             same = role in found.unturned  # nothing turns them: they are hook_q, hook_k
-            axes = self._kernel_axes(found, role, HEADS)
+            axes = self._kernel_axes(found, role, HEADS if role == "q" else KEYS)
             self._add(name, place, HEADS, lens=Swapped(1, 2), switch=core, named=same, layout=axes)
         for kind, point in (("attn_scores", core.scores), ("pattern", core.pattern)):
             if found.scores_ndim not in (3, 4):
@@ -279,9 +282,8 @@ class Table:
         self, found: Attention, what: str, usual: tuple[str, ...]
     ) -> tuple[str, ...] | str:
         """The axes of a value inside attention, or why they are not the usual ones."""
-        if not self._rows:
-            return usual
-        return self._axes.of_attention(found, self._rows[0], what)
+        axes = self._axes.of_attention(found, self._rows[0], what, usual) if self._rows else usual
+        return axes if isinstance(axes, str) or what == "q" else _keys(axes, found)
 
     def _projection(self, prefix: str, at: str, role: str, block: Block, found: Attention) -> None:
         place, name = found.projections.get(role), f"{prefix}hook_{role}_input"
@@ -289,11 +291,14 @@ class Table:
             self.absent[f"{at}hook_{role}"] = self.absent[name] = _NO_OWN.format(_WORDS[role])
             return
         crosses = found.name != "attn" and role != "q"
-        layout = None
+        layout: Layout | str | None = None
         if crosses and self._rows:  # keys and values of another tower
             layout = self._axes.of_value(place, [*self._rows, *self._others], loose=True)
+            if isinstance(layout, Layout):
+                layout = replace(layout, names=_keys(layout.names, found))
         more = _BY_NAME if role in found.named else ""
-        self._add(f"{at}hook_{role}", place, HEADS, layout=layout, more=more)
+        axes = _keys(HEADS, found) if crosses else HEADS
+        self._add(f"{at}hook_{role}", place, axes, layout=layout, more=more)
         if found.name != "attn":
             return
         if role not in found.direct or not isinstance(place.lens, Heads):
@@ -349,6 +354,12 @@ class Table:
             self._add(f"{at}hook_router_logits", place, ("batch", "pos", "expert"), switch=point)
         else:
             self.absent[f"{at}hook_router_logits"] = "its router is no single linear map"
+
+
+def _keys(axes: tuple[str, ...], found: Attention) -> tuple[str, ...]:
+    """The axes of something about keys: those of cross attention are an encoder's positions."""
+    cross = found.name == "cross_attn"
+    return tuple(_OF_ENCODER.get(name, name) for name in axes) if cross else axes
 
 
 def _in_order(block: Block) -> Iterator[tuple[str, Place]]:

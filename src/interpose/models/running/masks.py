@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from interpose.engine.points import HookPoint
 from interpose.models.running import packed
+from interpose.sites.axes import TEXT
 
 # By their storage, which views share: the mask, the type of the tokens, and how often they had been written to.
 _REMEMBERED: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -91,15 +92,24 @@ def must_be_known(model: Any, tokens: Tensor) -> Tensor | None:
     return None if known is None or bool((known != 0).all()) else known
 
 
-def mask_at(hook: HookPoint) -> Tensor | None:
-    """The mask [batch, pos] of the run that a hook is in, None if nothing is padded; an error if it cannot be known."""
-    if hook.canonical.startswith("decoder."):  # which often begins with a token for padding
-        return hook.given.get("decoder_attention_mask")
-    mask: Tensor | None = hook.given.get("attention_mask")
+def side_of(sequence: str | None, hook: HookPoint) -> str | None:
+    """What the names of a sequence's tokens and mask begin with; None if they are no tokens."""
+    if sequence not in TEXT:
+        return "" if sequence == "encoder" else None
+    decodes = hook.canonical.startswith(("decoder.", "unembed."))
+    return "decoder_" if decodes and "decoder_input_ids" in hook.given else ""
+
+
+def mask_at(hook: HookPoint, axis: int | None) -> Tensor | None:
+    """The mask of the tokens that an axis counts, None if nothing is padded; an error if it cannot be known."""
+    side = None if axis is None else side_of(hook.sequence(axis), hook)
+    if side is None:
+        return None
+    mask: Tensor | None = hook.given.get(f"{side}attention_mask")
     tokens = hook.given.get("input_ids")
-    goes_on = hook.offset or hook.prompt is not None or packed._HERE.get() is not None
-    if mask is not None or tokens is None or goes_on or not hasattr(hook.model, "mask_of"):
-        return mask
+    goes_on = hook.where.offset != 0 or hook.prompt is not None or packed._HERE.get() is not None
+    if side or mask is not None or tokens is None or goes_on or not hasattr(hook.model, "mask_of"):
+        return mask  # a decoder often begins with a token for padding
     if "known mask" not in hook.given:  # looked for once in a run
         hook.given["known mask"] = must_be_known(hook.model, tokens)
     found: Tensor | None = hook.given["known mask"]

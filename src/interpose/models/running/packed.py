@@ -21,6 +21,7 @@ from interpose.engine.points import HookPoint
 from interpose.errors import Unsupported
 from interpose.models.running.batch_result import Labels
 from interpose.taps import values
+from interpose.taps.context import Whereabouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ class ApartDetector(_Stand, Detector):
 def _views(value: Tensor, hook: HookPoint) -> tuple[int, list[tuple[Tensor, HookPoint, Packed]]]:
     """The axis of rows, and for each request its rows, a hook point that counts as its text does, and its batch."""
     here = here_and_now()
-    axis = hook.axes.index("pos") if "pos" in hook.axes else max(0, min(1, value.ndim - 2))
+    axis = max(0, min(1, value.ndim - 2)) if hook.pos_axis is None else hook.pos_axis
     length = value.shape[axis] if value.ndim else 0
     cut = here.cut and (hook.canonical.startswith("unembed.") or length != here.length)
     if length != (len(here.spans) if cut else here.length):
@@ -183,7 +184,7 @@ def _views(value: Tensor, hook: HookPoint) -> tuple[int, list[tuple[Tensor, Hook
         count = 1 if cut else span.length
         alone = replace(span, start=0, length=count, first=span.first + span.length - count)
         point = copy.copy(hook)
-        point.offset, point.prompt = alone.first, span.prompt
+        point.where = Whereabouts(alone.first, span.prompt, count)
         batch = Packed(spans=[alone], tokens=here.tokens[end - count : end], cut=here.cut)
         views.append((value.narrow(axis, number if cut else span.start, count), point, batch))
     return axis, views

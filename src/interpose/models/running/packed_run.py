@@ -23,6 +23,7 @@ from interpose.models.running.packed import (
     here_and_now,
     looks_at_positions,
 )
+from interpose.sites.axes import TEXT, key_axis, position_axis, sequence_of
 from interpose.sites.tree import Filter, Site
 from interpose.taps.context import current
 
@@ -91,18 +92,20 @@ class Column:
             )
         self._last = here
         words, shape = list(site.axes), tuple(value.shape)
+        pos = position_axis(site.axes)
+        assert pos is not None  # `_checked` has seen to it
         length = len(here.spans) if here.cut and self.drawn else here.length
         sizes = dict(zip(words, shape))
-        if len(shape) != len(words) or sizes["pos"] < length or sizes.get("batch", 1) != 1:
+        if len(shape) != len(words) or shape[pos] < length or sizes.get("batch", 1) != 1:
             raise Unsupported(
                 f"{name!r} is {shape} [{', '.join(words)}] in a pass over {here.length} packed tokens: "
                 "its rows cannot be told apart. Capture it with run_with_cache instead."
             )
-        rows = value.detach()
+        rows, words[pos] = value.detach(), "row"
         if "batch" in words:
             rows = rows.select(words.index("batch"), 0)
             words.remove("batch")
-        rows = rows.movedim(words.index("pos"), 0)
+        rows = rows.movedim(words.index("row"), 0)
         places, labels = self.ledger.choice(here, self.drawn)
         self.labels.append(labels)
         if places == list(range(len(places))):
@@ -112,9 +115,9 @@ class Column:
         moved = rows if self.device is None else rows.to(self.device)
         return moved.clone(memory_format=torch.contiguous_format) if moved is rows else moved
 
-    def keep(self, *about: Any) -> None:
-        """Take what was cut, the last argument."""
-        self.parts.append(about[-1])
+    def keep(self, site: Site, name: str, leaf: Any, part: Tensor, *_: Any) -> None:  # noqa: ARG002
+        """Take what was cut."""
+        self.parts.append(part)
 
     def done(self, listener: Capturing) -> None:
         """Nothing: the next pass comes."""
@@ -152,7 +155,7 @@ class PackedRun(Scope):
     def _refuse(self) -> None:
         """Refuse hooks that packed rows would mislead, also those of scopes around and of the model itself."""
         for hook, site in self.heard():
-            if {"query", "key"}.intersection(site.axes):
+            if key_axis(site.axes) is not None:
                 _checked(site, hook.label)
             if not isinstance(hook, (Apart, ApartDetector)) and looks_at_positions(hook):
                 raise Unsupported(
@@ -194,7 +197,9 @@ class PackedRun(Scope):
             for other in other_names(self.model.tree, column.site, name, column.site.tail.leaf):
                 aliases.setdefault(other, name)
         axes = {
-            name: tuple(axis for axis in column.site.axes if axis not in ("batch", "pos"))
+            name: tuple(
+                axis for axis in column.site.axes if axis != "batch" and sequence_of(axis) is None
+            )
             for name, column in kept.items()
         }
         cache = Cache(found, aliases=aliases, spelling=self.model.tree.spelling)
@@ -224,13 +229,14 @@ def _prove(
 
 def _checked(site: Site, who: str) -> Site:
     """A site whose values have a row per token, or an error."""
-    if {"query", "key"}.intersection(site.axes):
+    if key_axis(site.axes) is not None:
         raise Unsupported(
             f"{who}: {site.name!r} is [{', '.join(site.axes)}]. Packed queries and keys are of many "
             "texts at once, so that is no text's pattern. Run the texts by themselves: "
             "model.run_with_cache(text) or model.generate(text)."
         )
-    if "pos" not in site.axes:
+    at = position_axis(site.axes)
+    if at is None or sequence_of(site.axes[at], site.canonical) not in TEXT:
         raise Unsupported(
             f"{who}: {site.name!r} has no axis of positions that is known "
             f"({', '.join(site.axes) or 'a module of which only the path is known'}), so its rows belong "
