@@ -60,7 +60,7 @@ def test_it_runs_the_marked_tests_also_without_what_is_not_installed(
     for path in without:
         if path.startswith("tests/"):
             assert "hypothesis" not in (ROOT / path).read_text()
-    one = cpus.command(BY_NAME["odd"], ["tests/test_modes.py"])
+    one = cpus.command(BY_NAME["odd"], ["-k", "x or " * 100 + "y", "tests/test_modes.py"])
     assert [word for word in one if word.startswith("tests/")] == ["tests/test_modes.py"]
 
 
