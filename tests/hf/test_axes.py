@@ -363,3 +363,18 @@ def test_positions_taken_for_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert "blocks.0.hook_resid_post" in failing
     assert "blocks.0.hook_resid_post" not in model.sites
     assert "blocks.1.hook_resid_post" not in model.sites
+
+
+@pytest.mark.parametrize("model_type", ["xlnet", "cpmant"])
+def test_a_sweep_over_positions_needs_a_stream_of_texts_and_positions(model_type: str) -> None:
+    model = wrapped(model_type)
+    tokens = tiny.inputs(model.module, batch=1)["input_ids"]
+    with pytest.raises(Unsupported, match="no sweep can run on"):
+        ip.sweep(
+            model,
+            clean=tokens,
+            corrupt=tokens.flip(1),
+            site="resid_pre",
+            over=("layer", "pos"),
+            metric=ip.metrics.logit(7),
+        )

@@ -62,6 +62,8 @@ def tower_of(model: Any) -> Tower | None:
     tower = main_tower(model.anatomy)
     shapes = [block.shape for block in tower.blocks] if tower is not None else []
     plain_stream = bool(shapes) and all(len(shape) == 3 for shape in shapes)
+    stream = model.tree.table.sites.get("blocks.0.hook_resid_pre")
+    plain_stream &= stream is not None and stream.lens is None and stream.axes[1:2] == ("pos",)
     return tower if plain_stream and tower is not None and tower.prefix == "" else None
 
 

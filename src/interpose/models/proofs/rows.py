@@ -23,9 +23,12 @@ def prove_rows(check: Check, sites: Sequence[Site]) -> None:
     chosen = [site for site in sites if "batch" in site.axes and site.name in check.clean]
     if batch < 2 or not chosen:
         return
+    counts = [check.clean.calls(site.name)[0].shape[site.axes.index("batch")] for site in chosen]
+    rows = min((count for count in counts if count > 1 and not batch % count), default=batch)
+    first = torch.arange(batch) % (batch // rows)  # some models take several rows for one text
     inputs = values.mapped(
         check.inputs,
-        lambda t: t[:1].expand_as(t).clone() if t.ndim and t.shape[0] == batch else t,
+        lambda t: t[first.to(t.device)] if t.ndim and t.shape[0] == batch else t,
     )
     try:
         _, cache = check.model.run_with_cache(names_filter=[s.name for s in chosen], **inputs)

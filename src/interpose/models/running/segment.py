@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from interpose.errors import EditShapeError, NeverFired, Unsupported
 from interpose.models.discovery.anatomy import Place, Tower
+from interpose.models.reach.lenses import Swapped
 from interpose.models.running import padding
 from interpose.models.running.start import Here, Start, prove, stand_in_tokens
 from interpose.sites.tree import Site
@@ -42,6 +43,9 @@ class Segment:
         self.first = _layer_in(self.tower, first, "start_at_layer")
         self.end = _layer_in(self.tower, end, "stop_at_layer")
         self.stopped = False
+        stream = model.tree.table.sites.get("blocks.0.hook_resid_pre")
+        self.turned = stream is not None and isinstance(stream.lens, Swapped)
+        """Whether the blocks have positions before texts, unlike what is given and returned here."""
         if self.first is not None and self.end is not None and self.end < self.first:
             raise ValueError(f"stop_at_layer={end} comes before start_at_layer={first}.")
 
@@ -51,7 +55,7 @@ class Segment:
             raise Unsupported("a part of a run would leave your past_key_values half filled.")
         with ExitStack() as stack:
             if self.first is not None and residual is not None:
-                given = self._begin_with(residual, given, stack)
+                given = self._begin_with(self._turn(residual), given, stack)
             here = stack.enter_context(stopping(self.tower, self.end))
             try:
                 output = call(**given)
@@ -59,12 +63,16 @@ class Segment:
                 if stop.here is not here:
                     raise
                 self.stopped = True
-                return stop.residual
+                return self._turn(stop.residual)
         if self.end is not None:
             raise Unsupported(
                 f"the run never came to block {self.end}, before which it was to stop."
             )
         return output
+
+    def _turn(self, residual: Tensor) -> Tensor:
+        """From the order of the sites to that of the blocks, or back."""
+        return residual.transpose(0, 1) if self.turned and residual.ndim > 1 else residual
 
     def _begin_with(
         self, residual: Tensor, given: dict[str, Any], stack: ExitStack
