@@ -20,6 +20,7 @@ from interpose.models.proofs.edits import edit_of, in_place, moved, same, state
 from interpose.models.proofs.gradients import GradientProofs
 from interpose.models.proofs.report import Finding, Report
 from interpose.models.proofs.rows import prove_rows
+from interpose.models.reach.lenses import Swapped
 from interpose.models.running.trial import first_tensor, trial
 from interpose.sites.tree import Site
 
@@ -252,7 +253,12 @@ class Check:
         _, cache = self.model.run_with_cache(names_filter=names, fwd_hooks=hooks, **self.inputs)
         eps = torch.finfo(cache.calls(names[-1])[0].dtype).eps
         distance = 0.0
-        calls = [cache.calls(name) for name in names]
+        sites = [self.model.tree.site(name) for name in names]
+        turned = any(isinstance(s.lens, Swapped) and s.lens.first == 0 for s in sites)
+        calls = [
+            [value.transpose(0, 1) for value in found] if turned and site.kind is None else found
+            for site, found in zip(sites, (cache.calls(name) for name in names))
+        ]  # a module's own value lies as it lies
         for *parts, total in zip(*calls) if len({len(c) for c in calls}) == 1 else ():
             together = torch.stack([part.reshape(total.shape).float() for part in (*parts, total)])
             error = together[:-1].sum(0) - together[-1]
