@@ -104,6 +104,8 @@ def test_only_what_is_asked_for_is_unembedded(pocket: ip.TransformerModel) -> No
     head = pocket.module.lm_head.register_forward_hook(
         lambda _, args, output: rows.append(output.shape[:-1].numel())
     )
+    ip.logit_lens(pocket, TEXT, layers=[1, 4], positions=[-1, -2])
+    rows.clear()  # the hook is new, and what rests on there being none is tried again
     lens = ip.logit_lens(pocket, TEXT, layers=[1, 4], positions=[-1, -2])
     assert sum(rows) == 2 + 2 * 2  # the forward's own two, and those of two layers
     assert lens.protocol["unembeddings"] == 4

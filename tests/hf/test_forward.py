@@ -332,6 +332,10 @@ def test_a_part_of_a_run_is_the_whole_run_without_the_rest(name: str) -> None:
         assert torch.equal(stopped, residual)
         assert set(ran) == set(range(layer))
         with counted(model) as ran:
+            model(
+                residual, start_at_layer=layer, attention_mask=mask
+            )  # proven again, for hooks are new
+            ran.clear()
             output = model(residual, start_at_layer=layer, attention_mask=mask)
         assert_near(output, expected)  # a copy of the residual lies elsewhere: kernels look at that
         assert set(ran) == set(range(layer, count))
@@ -355,6 +359,8 @@ def test_from_one_block_to_another(llama: Any, tokens: Tensor) -> None:
     _, cache = llama.run_with_cache(tokens, names_filter=STREAM)
     llama(cache["blocks.1.hook_resid_pre"], start_at_layer=1)  # the proof is in the first
     with counted(llama) as ran:
+        llama(cache["blocks.1.hook_resid_pre"], start_at_layer=1)  # proven again, for hooks are new
+        ran.clear()
         residual = llama(cache["blocks.1.hook_resid_pre"], start_at_layer=1, stop_at_layer=2)
     assert set(ran) == {1}
     assert_near(residual, cache["blocks.2.hook_resid_pre"])

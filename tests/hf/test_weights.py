@@ -361,6 +361,13 @@ class Adapted(nn.Module):
         return made
 
 
+class Stored(nn.Linear):
+    """A linear map that keeps its weight in another dtype than it computes with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
 def test_adapted_parametrised_quantised_and_absent_weights_are_refused() -> None:
     module = tiny.build("llama")
     attn = module.model.layers[0].self_attn
@@ -373,9 +380,11 @@ def test_adapted_parametrised_quantised_and_absent_weights_are_refused() -> None
     )
     nn.utils.parametrize.register_parametrization(attn.k_proj, "weight", nn.Identity())
     assert "has parametrizations besides a weight" in refusal(lambda: block.attn.W_K)
+    for name in ("v_proj", "o_proj"):
+        setattr(getattr(attn, name), "__class__", Stored)  # noqa: B010
     attn.v_proj.weight = nn.Parameter(attn.v_proj.weight.data.to(torch.float8_e4m3fn), False)
     assert "as Parameter of torch.float8_e4m3fn: quantised" in refusal(lambda: block.attn.W_V)
-    attn.o_proj.weight = nn.Parameter(attn.o_proj.weight.data.char(), False)
+    attn.o_proj.weight = nn.Parameter((20 * attn.o_proj.weight.data).char(), False)
     assert "as Parameter of torch.int8: quantised" in refusal(lambda: block.attn.W_O)
     module.model.layers[0].mlp.to("meta")
     assert "is on the meta device" in refusal(lambda: block.mlp.W_in)

@@ -113,6 +113,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
             sites=list(dict.fromkeys(cell.site for cell in task.cells)),
             cached=plan == "wavefront" and not proof.prefix,
             apart=bool(proof.batches) or others_listen(task.model) or strangers(task.model),
+            behind=others_listen(task.model),
         )
         task.tally.plan, task.tally.why = plan, why
         runs = 1 if other is None else 2

@@ -13,7 +13,7 @@ from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import foreign_hooks, home_of, known
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.weights.weights import main_tower
-from interpose.sweeps.answers import can_be_picked, only
+from interpose.sweeps.answers import can_be_picked, only, others_look
 from interpose.sweeps.cells import Cell, Row, patch
 from interpose.sweeps.reference import refer
 from interpose.sweeps.running import plain, wavefront
@@ -143,11 +143,16 @@ def _allowed(single: Tensor, base: Tensor) -> float:
 
 def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
     """Whether the logits of some tokens are those of the unembedding's columns, whatever comes after it."""
-    if not can_be_picked(model):
-        return "the unembedding is no plain linear map"
+    if not can_be_picked(model) or others_look(model):
+        return "the unembedding is no plain linear map, or hooks of torch are on it"
     some = torch.tensor([2, 5], device=tokens.device)
-    with only(model, some):
-        found = first_tensor(model.module(input_ids=tokens))
+    try:
+        with only(model, some):
+            found = first_tensor(model.module(input_ids=tokens))
+    except (
+        Exception
+    ) as error:  # whatever the model's own code raises, or somebody's hook on its unembedding
+        return f"an unembedding of some tokens raises {type(error).__name__}: {error}"
     small = 64 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
     same = found.shape[-1] == 2 and float((found - logits[..., some]).abs().max()) <= small
     return "" if same else "logits are more than the unembedding's columns"

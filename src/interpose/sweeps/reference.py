@@ -89,6 +89,7 @@ def refer(
     sites: Sequence[str] = (),
     cached: bool = False,
     apart: bool = False,
+    behind: bool = False,
 ) -> Reference:
     """Run the base, and the other texts with it, and keep what rows begin with.
 
@@ -101,6 +102,7 @@ def refer(
         sites: of which values.
         cached: also keep keys and values.
         apart: run the two one after the other, where rows must not meet or other hooks are on the model.
+        behind: whether streams are to be read behind other hooks of ours, as values of sites are.
     """
     together = other is not None and set(other) == set(base) and not apart
     given = {name: torch.cat([base[name], other[name]]) for name in base} if together else base  # type: ignore[index]
@@ -108,7 +110,7 @@ def refer(
     caching = {"use_cache": True} if cached else no_cache(model)
     extra = {**wanted_logits(model, keep), **caching}
     # Behind the hooks of others the stream is another one than rows begin with.
-    kept_anyway = () if apart else {site for site in sites if site.endswith("hook_resid_pre")}
+    kept_anyway = () if behind else {site for site in sites if site.endswith("hook_resid_pre")}
     read = [] if other is None else [site for site in sites if site not in kept_anyway]
     with kept.listening(tower):
         output, found = _run(model, given, read if together else [], extra)

@@ -87,6 +87,8 @@ def _finite_weights(root: nn.Module) -> dict[int, Tensor]:
     for tensor in (*root.parameters(), *root.buffers()):
         if not tensor.is_floating_point() or not values.is_plain(tensor):
             continue
+        if tensor.element_size() == 1:  # of eight bits, for which torch has no isfinite
+            continue
         finite = tensor.detach().isfinite()
         if bool(finite.all()):
             continue
