@@ -33,7 +33,7 @@ TYPES: list[tuple[str, str]] = [
     ("convbert", "masked"),
     ("fsmt", "encoder_decoder"),
 ]
-COUNTED = {"batch": 0, "pos": 1, "query": 1, "key": 1}
+COUNTED = {"batch": 0, "pos": 1, "query": 1, "key": 1, "encoder_pos": 1}
 
 
 def wrapped(model_type: str, kind: str = "causal", **options: Any) -> Any:
