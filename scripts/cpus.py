@@ -126,6 +126,7 @@ def run(variant: Variant, extra: list[str]) -> tuple[bool, str]:
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     paths = [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # it is the CPU that is meant
     last = ""
     with subprocess.Popen(
         command(variant, extra), cwd=ROOT, env=environment | variant.environment, text=True,
