@@ -386,6 +386,9 @@ def test_inputs_that_one_gave_to_the_probe_are_used_again() -> None:
     assert model.anatomy.tokens == (1, 11)
     adapt(block(model.module).self_attn, "q_proj")
     assert model.anatomy.tokens == (1, 11)
+    with pytest.raises(ValueError, match="input_ids"):
+        model.probe({"no_such": TOKENS})
+    assert model.anatomy.tokens == (1, 11)  # refused inputs are forgotten
 
 
 # What it costs, and what it keeps.

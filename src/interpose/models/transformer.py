@@ -82,8 +82,13 @@ class TransformerModel(Text, Forward, Weights, Model):
         Args:
             inputs: what the module's forward takes, by keyword.
         """
-        self._probe_inputs = inputs
+        before, self._probe_inputs = self._probe_inputs, inputs
         self.forget()
+        try:
+            self.anatomy  # noqa: B018 - inputs that the module refuses are not kept
+        except BaseException:
+            self._probe_inputs = before
+            raise
         return self.sites
 
     @property
