@@ -10,7 +10,7 @@ import sys
 import torch
 
 import interpose as ip
-from tests.hf import tiny
+from tests.models import tiny
 
 TYPES = (
     "gpt2",

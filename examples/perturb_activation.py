@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpose as ip
-from interpose.analysis.adversarial import shift
+from interpose.monitors.adversarial import shift
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ can be told to take others. What this CPU has not is left out, and named at the 
 
     python scripts/cpus.py                          # all of it
     python scripts/cpus.py odd MKL_CBWR=AVX2        # some
-    python scripts/cpus.py -- -x tests/test_zoo.py  # what follows -- goes to pytest
+    python scripts/cpus.py -- -x tests/engine/test_zoo.py  # what follows -- goes to pytest
 
 It needs torch, transformers and pytest; with pytest-xdist it uses all cores. No installation of interpose is needed.
 """

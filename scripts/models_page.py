@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # tests.hf.tiny builds the models
+    sys.path.insert(0, str(ROOT))  # tests.models.tiny builds the models
 
 TITLES = {
     "causal": "Causal language models",
@@ -59,7 +59,7 @@ class Row:
 def examine(model_type: str, kind: str, *, differences: bool = True) -> Row:
     """Build a tiny model of a type and check it."""
     import interpose as ip
-    from tests.hf import tiny
+    from tests.models import tiny
 
     if kind == "causal" and model_type in tiny.UNBUILDABLE:
         reason = plain(tiny.UNBUILDABLE[model_type])
@@ -250,7 +250,7 @@ def _each(wanted: list[tuple[str, str]], jobs: int) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the page, or compare it."""
-    from tests.hf import tiny
+    from tests.models import tiny
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--types", nargs="+", help="only these types; other rows stay")

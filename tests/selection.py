@@ -24,17 +24,19 @@ MANY = 8
 
 SHORT = "ablate_head patch_paris_to_rome read_activation"
 KEPT: dict[str, str] = {
-    "tests/test_zoo.py::test_nothing_changes_when": "float32",
-    "tests/test_zoo.py::test_reading_outputs_gives_what_torch_hooks_see": "float32 bfloat16",
-    "tests/test_zoo.py::test_every_call_and_element_has_the_name_the_grammar_gives_it": "float32",
-    "tests/test_zoo.py::test_reading_inputs_gives_what_torch_pre_hooks_see": "float32 bfloat16",
-    "tests/test_zoo.py::test_edits_by_return_and_in_place_are_the_same_and_equal_a_torch_hook": "float32",
-    "tests/test_zoo.py::test_edits_of_inputs_by_return_and_in_place_are_the_same": "float32",
-    "tests/test_zoo.py::test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place": "float32",
-    "tests/test_zoo.py::test_the_gradient_of_a_site_asked_for_alone_is_the_same": "frozen",
-    "tests/test_zoo.py::test_nothing_changes_with_copies_at_odd_addresses_when": "add_zero_to_everything_in_place",
+    "tests/engine/test_zoo.py::test_nothing_changes_when": "float32",
+    "tests/engine/test_zoo.py::test_reading_outputs_gives_what_torch_hooks_see": "float32 bfloat16",
+    "tests/engine/test_zoo.py::test_every_call_and_element_has_the_name_the_grammar_gives_it": "float32",
+    "tests/engine/test_zoo.py::test_reading_inputs_gives_what_torch_pre_hooks_see": "float32 bfloat16",
+    "tests/engine/test_zoo.py::test_edits_by_return_and_in_place_are_the_same_and_equal_a_torch_hook": "float32",
+    "tests/engine/test_zoo.py::test_edits_of_inputs_by_return_and_in_place_are_the_same": "float32",
+    "tests/engine/test_zoo.py::test_gradients_at_outputs_are_those_of_a_leaf_put_in_their_place": "float32",
+    "tests/engine/test_zoo.py::test_the_gradient_of_a_site_asked_for_alone_is_the_same": "frozen",
+    "tests/engine/test_zoo.py::test_nothing_changes_with_copies_at_odd_addresses_when": (
+        "add_zero_to_everything_in_place"
+    ),
     "tests/test_docs.py::test_examples_run": " ".join(f"{name}.py" for name in SHORT.split()),
-    "tests/test_programs.py::test_random_programs_observe_what_the_interpreter_predicts": "500",
+    "tests/engine/test_programs.py::test_random_programs_observe_what_the_interpreter_predicts": "500",
     "tests/training/test_pocket.py::test_every_held_out_set_is_answered": "",
     "tests/training/test_pocket.py::test_the_tokenizer_is_the_one_the_training_command_builds": "",
     "tests/training/test_pocket.py::test_name_movers_look_at_the_answer_copy_it_and_are_needed_for_it": "",
@@ -43,10 +45,12 @@ KEPT: dict[str, str] = {
     "tests/dialects/transformer_lens/test_studies.py::test_a_head_that_looks_back_feeds_the_heads_that_repeat": "",
     "tests/dialects/transformer_lens/test_studies.py::test_a_head_weighs_the_brackets_that_follow": "",
     "tests/experiments/test_experiments.py::test_the_script_prints_what_the_experiment_prints": "sweep",
-    "tests/hf/test_models.py::test_a_fresh_check_gives_the_row_on_the_page": "llama falcon bloom mixtral mamba t5 vit",
-    "tests/hf/test_check.py::test_every_promise_holds": "llama bloom",
-    "tests/hf/test_batches.py::test_every_request_is_as_by_itself": "llama gpt2 mixtral",
-    "tests/hf/test_batches.py::test_an_edit_does_what_it_does_in_generate": "llama",
+    "tests/models/test_models.py::test_a_fresh_check_gives_the_row_on_the_page": (
+        "llama falcon bloom mixtral mamba t5 vit"
+    ),
+    "tests/models/test_check.py::test_every_promise_holds": "llama bloom",
+    "tests/models/test_batches.py::test_every_request_is_as_by_itself": "llama gpt2 mixtral",
+    "tests/models/test_batches.py::test_an_edit_does_what_it_does_in_generate": "llama",
     "tests/sweeps/test_plans.py::test_rows_may_come_in_any_number_at_a_time": "1 3 8 13 32",
     "tests/sweeps/test_planning.py::test_groups_cost_least_of_all_partitions": "0 1 2 3 4 5",
 }
@@ -85,7 +89,7 @@ def _words(item: pytest.Item) -> set[str]:
 
 def _types(item: pytest.Item) -> set[str]:
     """The types of models among an item's parameters."""
-    tiny = sys.modules.get("tests.hf.tiny")  # there, if any of these tests is
+    tiny = sys.modules.get("tests.models.tiny")  # there, if any of these tests is
     known = set().union(*tiny.KINDS.values()) if tiny is not None else set()
     given = getattr(item, "callspec", None)
     values = given.params.values() if given is not None else ()

@@ -51,7 +51,7 @@ def test_it_runs_the_marked_tests_also_without_what_is_not_installed(
 ) -> None:
     everything = cpus.command(BY_NAME["as it is"], [])
     assert everything[everything.index("-m", 3) + 1] == "bits and not exhaustive"
-    assert {"tests/test_zoo.py", "tests/sweeps/test_plans.py"} <= set(everything)
+    assert {"tests/engine/test_zoo.py", "tests/sweeps/test_plans.py"} <= set(everything)
     assert "tests/test_policy.py" not in everything
     monkeypatch.setattr(cpus, "_there", lambda package: package not in ("xdist", "hypothesis"))
     without = cpus.command(BY_NAME["as it is"], ["-x"])
@@ -60,8 +60,8 @@ def test_it_runs_the_marked_tests_also_without_what_is_not_installed(
     for path in without:
         if path.startswith("tests/"):
             assert "hypothesis" not in (ROOT / path).read_text()
-    one = cpus.command(BY_NAME["odd"], ["-k", "x or " * 100 + "y", "tests/test_modes.py"])
-    assert [word for word in one if word.startswith("tests/")] == ["tests/test_modes.py"]
+    one = cpus.command(BY_NAME["odd"], ["-k", "x or " * 100 + "y", "tests/engine/test_modes.py"])
+    assert [word for word in one if word.startswith("tests/")] == ["tests/engine/test_modes.py"]
 
 
 def test_an_unknown_word_says_what_there_is() -> None:
@@ -119,11 +119,11 @@ class Item:
 
 
 def test_what_is_kept_is_not_exhaustive_and_a_word_that_no_test_has_is_refused() -> None:
-    name = "tests/hf/test_check.py::test_every_promise_holds"
+    name = "tests/models/test_check.py::test_every_promise_holds"
     items = [Item(f"{name}[{kind}]") for kind in ("gpt2", "llama", "bloom")]
     selection.mark(items)  # type: ignore[arg-type]
     assert [bool(item.marks) for item in items] == [True, False, False]
-    with pytest.raises(pytest.UsageError, match=r"keeps \['bloom'\] of tests/hf/test_check.py"):
+    with pytest.raises(pytest.UsageError, match=r"keeps \['bloom'\] of tests/models/test_check.py"):
         selection.mark(items[:2])  # type: ignore[arg-type]
     selection.mark(items[:2], whole=False)  # type: ignore[arg-type]
 

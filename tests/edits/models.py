@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import interpose as ip
-from tests.hf import tiny
-from tests.hf.texts import speaking
+from tests.models import tiny
+from tests.models.texts import speaking
 
 LAYERS = 3
 

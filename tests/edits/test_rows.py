@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.edits.reference import other_rows
+from interpose.edits.other_values import other_rows
 from interpose.errors import EditShapeError
 from tests.edits.models import ids, talking, wrapped
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bounds import are_near
-from tests.hf import tiny
+from tests.models import tiny
 
 LAYERS, LENGTH, FIRST = 3, 13, 5
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.models.transformer import TransformerModel
-from tests.hf import texts
+from tests.models import texts
 from tests.sweeps import oracle
 from tests.sweeps.oracle import LAYERS, LENGTH, Cell, at
 

@@ -17,7 +17,7 @@ import interpose as ip
 from interpose.models.transformer import TransformerModel
 from interpose.sweeps.planning import Sizes
 from tests.bounds import rounding
-from tests.hf import texts, tiny
+from tests.models import texts, tiny
 from tests.sweeps import oracle
 from tests.sweeps.oracle import FIRST, LAYERS, LENGTH, Cell, at, head, near
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import interpose as ip
 from interpose.errors import NothingMatched, SiteNotFound, Unsupported
 from interpose.models.transformer import TransformerModel
-from tests.hf import texts, tiny
+from tests.models import texts, tiny
 from tests.sweeps import oracle
 from tests.sweeps.oracle import LAYERS, LENGTH, Cell, at
 

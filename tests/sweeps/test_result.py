@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import interpose as ip
-from interpose.sweeps import statistics
+from interpose.results import bootstrap
 from interpose.sweeps.planning import Tally
 from tests.sweeps import oracle
 
@@ -61,7 +61,7 @@ def test_intervals_are_those_of_a_loop_by_hand(
 ) -> None:
     result = made(examples=7, metrics=("one", "two"), direction=direction)
     low, high = result.interval(0.9, 250, seed=3, of=of)
-    monkeypatch.setattr(statistics, "_MOST", 30)  # a few at a time: the same
+    monkeypatch.setattr(bootstrap, "_MOST", 30)  # a few at a time: the same
     again = result.interval(0.9, 250, seed=3, of=of)
     torch.testing.assert_close((again.low, again.high), (low, high), rtol=0, atol=0)
     generator = torch.Generator().manual_seed(3)

@@ -16,7 +16,7 @@ from torch import Tensor
 from interpose.edits.positions import Chosen, choose, places, pos_axis, wanted_positions
 from interpose.engine.points import HookPoint, Window
 from interpose.errors import NothingSelected, Unsupported
-from interpose.models.running import packed
+from interpose.models.batching import packed
 from interpose.sites.axes import position_axis
 
 _IMAGE = (4, 5)

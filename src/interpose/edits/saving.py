@@ -26,7 +26,7 @@ from interpose.errors import EditError
 from interpose.sites.tree import Site
 
 VERSION = 1
-_HOMES = ("attention", "basic", "reference", "selector", "subspace")
+_HOMES = ("attention", "basic", "other_values", "selector", "subspace")
 _KINDS: dict[str, type[Saved]] = {}
 _SMALL = 16
 """Tensors of so many numbers are written out in Python expressions."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.edits.edit import Edit, Spot
-from interpose.edits.reference import brought, check_source_pos
+from interpose.edits.other_values import brought, check_source_pos
 from interpose.edits.selector import Numbers
 from interpose.edits.sources import as_source, looked_up
 from interpose.errors import EditError, EditShapeError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from interpose.engine.points import HookPoint
 from interpose.errors import NothingSelected, Unsupported
-from interpose.models.running import packed
+from interpose.models.batching import packed
 from interpose.models.running.masks import side_of
 from interpose.taps.context import graph_task, under_checkpoint
 

@@ -6,15 +6,28 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
 from interpose.render.text import human_bytes, table
+from interpose.sites.tree import Site
+from interpose.taps import values
 
 _GRAD = "_grad"
+
+
+class Kept(NamedTuple):
+    """One captured tensor, before it is in a cache."""
+
+    site: Site
+    name: str
+    call: int | None
+    leaf: values.Leaf
+    tensor: Tensor
+    version: int | None = None
 
 
 class Cache(Mapping[str, Tensor]):

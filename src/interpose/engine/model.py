@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from interpose.engine.cache import Cache
-from interpose.engine.capture import CaptureRun, Cut, Index
+from interpose.engine.capture_run import CaptureRun, Cut, Index
 from interpose.engine.catalog import Sites
 from interpose.engine.hooks import all_hooks
 from interpose.engine.points import Handle, HookDict
-from interpose.engine.probe import scan
-from interpose.engine.recording import Recording
+from interpose.engine.record import Recording
 from interpose.engine.scope import Scope, frames
+from interpose.engine.shape_scan import scan
 from interpose.engine.stamp import Stamp
-from interpose.engine.standing import HookItem, StandingHooks
+from interpose.engine.standing_hooks import HookItem, StandingHooks
 from interpose.errors import Unsupported
 from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps.context import Whereabouts, frame_of

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import GradientEdge
 
-from interpose.engine.editing import Editing, Skipping, TorchEditing
+from interpose.engine.gradients import Watching, grad_receiver
+from interpose.engine.hook_calls import Editing, Skipping, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import Beside, FrameEnd, FrameStart, Listener, guard_output
-from interpose.engine.watching import Watching, grad_receiver
 from interpose.errors import InterposeError, NeverFired
 from interpose.sites.grammar import OUTPUT
 from interpose.taps import context, eager

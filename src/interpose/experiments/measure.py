@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.analysis.result import TableResult, number
 from interpose.edits.edit import Edit
-from interpose.edits.reference import mean, resample
+from interpose.edits.other_values import mean, resample
 from interpose.errors import Unsupported
 from interpose.models.running.text import is_text
 from interpose.models.running.trial import first_tensor
+from interpose.results.table import TableResult, number
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
 from interpose.sweeps.prompts import Batch, batches

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from interpose.engine.model import Model
-from interpose.engine.standing import HookItem
+from interpose.engine.standing_hooks import HookItem
+from interpose.models.batching.generate_batch import generate_batch
 from interpose.models.discovery.anatomy import Anatomy
 from interpose.models.knowledge import Conditions, foreign_hooks
 from interpose.models.naming.catalog import SemanticSites
@@ -18,7 +19,6 @@ from interpose.models.naming.tree import SemanticTree
 from interpose.models.proofs.check import check
 from interpose.models.proofs.report import Report
 from interpose.models.running import generation
-from interpose.models.running.batches import generate_batch
 from interpose.models.running.forward import Forward
 from interpose.models.running.text import Text
 from interpose.models.weights.attributes import OURS, part_of
@@ -60,7 +60,9 @@ class TransformerModel(Text, Forward, Weights, Model):
         return self._anatomy
 
     def _look(self) -> Anatomy:
-        from interpose.models.discovery.probe import look  # numpy, only when it is needed
+        from interpose.models.discovery.recorded_forward import (
+            look,  # numpy, only when it is needed
+        )
 
         return look(ModuleTree(self.module), self._probe_inputs)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from interpose.render.html import Markup, html_table, page
 from interpose.render.labelled import Labelled, printable
 from interpose.render.text import table
-from interpose.sweeps.statistics import bootstrap
+from interpose.results.bootstrap import bootstrap
 
 if TYPE_CHECKING:
     from interpose.sweeps.result import SweepResult

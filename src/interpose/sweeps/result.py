@@ -16,9 +16,9 @@ from torch import Tensor
 from interpose.render.frame import data_frame
 from interpose.render.html import write
 from interpose.render.svg import picture
+from interpose.results.bootstrap import Interval, bootstrap
 from interpose.sweeps import page
 from interpose.sweeps.planning import Tally
-from interpose.sweeps.statistics import Interval, bootstrap
 
 FORMAT, VERSION = "interpose.sweep", 2
 

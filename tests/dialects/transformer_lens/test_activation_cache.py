@@ -11,7 +11,7 @@ from torch import Tensor
 
 from interpose.dialects.transformer_lens import ActivationCache, HookedTransformer
 from interpose.errors import Unsupported
-from tests.hf import tiny
+from tests.models import tiny
 
 TYPES = [
     "gpt2", "llama", "gemma2", "olmo2", "granite", "gpt_neox", "gptj", "qwen2", "phi", "opt", "cohere", "mistral",

@@ -12,7 +12,7 @@ import torch
 
 import interpose as ip
 from interpose.dialects.transformer_lens import evals
-from tests.hf import tiny
+from tests.models import tiny
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from interpose.dialects.transformer_lens import (
     TransformerBridge,
 )
 from interpose.dialects.transformer_lens.generation import FrequencyPenalty, options_for
-from tests.hf import tiny
 from tests.leftovers import hooks_on
+from tests.models import tiny
 
 pytestmark = pytest.mark.bits
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.cli.demo import CLEAN, CORRUPT
 from interpose.dialects.transformer_lens import patching
-from tests.hf import tiny
+from tests.models import tiny
 
 BATCH, LENGTH, CHANGED = 3, 5, 2
 KINDS = ["gpt2", "llama"]

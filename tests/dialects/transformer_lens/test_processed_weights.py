@@ -16,7 +16,7 @@ from interpose.dialects.transformer_lens import (
     TransformerBridge,
 )
 from interpose.errors import Unsupported
-from tests.hf import tiny
+from tests.models import tiny
 
 PROMPT = "The capital of France is Paris"
 USUAL = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")

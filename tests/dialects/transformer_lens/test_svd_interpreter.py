@@ -10,7 +10,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.dialects.transformer_lens import SVDInterpreter
-from tests.hf import tiny
+from tests.models import tiny
 
 
 def expected(matrix: Tensor, W_U: Tensor, count: int) -> Tensor:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from interpose.engine import points
+from interpose.engine.gradients import Watching
 from interpose.engine.hooks import FunctionHook, checked_direction
 from interpose.engine.model import Model
 from interpose.engine.scope import Binding, Scope
-from interpose.engine.watching import Watching
 
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule

@@ -22,7 +22,7 @@ from interpose.dialects.transformer_lens.hook_points import (
     blocks_of,
 )
 from interpose.engine.cache import Cache
-from interpose.engine.capture import CaptureRun, Cut
+from interpose.engine.capture_run import CaptureRun, Cut
 from interpose.engine.model import Model
 from interpose.errors import NothingMatched, SiteNotFound
 

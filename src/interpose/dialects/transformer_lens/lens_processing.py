@@ -16,7 +16,7 @@ from interpose.dialects.transformer_lens.scratch import processing
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models.discovery.inputs import probe_inputs
-from interpose.models.processing.probing import TOLERANCE
+from interpose.models.processing.observed import TOLERANCE
 from interpose.models.processing.process import process
 from interpose.models.weights.norms import unheard
 

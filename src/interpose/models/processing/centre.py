@@ -11,7 +11,7 @@ from torch import nn
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block, Norm, Place
 from interpose.models.discovery.record import Value, in_and_out
-from interpose.models.processing import norms, probing
+from interpose.models.processing import norms, observed
 from interpose.models.processing.linear import bias, check_alone, matrix, put, wide
 from interpose.models.transformer import TransformerModel
 
@@ -105,13 +105,13 @@ def centre_writers(writers: Writers) -> None:
 def check_nothing_added(model: TransformerModel) -> None:
     """Prove that no block adds anything to the stream's mean any more."""
     blocks = {id(b.module): b for tower in model.anatomy.towers for b in tower.blocks}
-    for event in probing.record(model).events:
+    for event in observed.record(model).events:
         pair = in_and_out(event) if id(event.module) in blocks else None
         if pair is None:
             continue
         for before, after in ((pair[0].row, pair[1].row), (pair[0].last, pair[1].last)):
             added = abs(float(after.mean() - before.mean()))
-            if not added <= probing.tolerance(model) * float(np.abs(after).max()):
+            if not added <= observed.tolerance(model) * float(np.abs(after).max()):
                 raise Unsupported(
                     f"{event.path} still adds {added:.2g} to the mean of the stream: something "
                     "stands between its last linear maps and the stream."
@@ -128,12 +128,12 @@ def plan_unembed(model: TransformerModel) -> Place:
         raise Unsupported("the model has no unembedding.")
     matrix(place)
     check_alone(model, place)
-    events = probing.record(model).events
+    events = observed.record(model).events
     made = next(event.made[0] for event in events if event.module is place.module)
     logits = [v for v in events[0].made if v.is_float and v.numel == made.numel]
     if not logits:
         raise Unsupported(f"what {place.path} makes is not what the model returns.")
-    close = 1e-5 if probing.tolerance(model) <= 1e-4 else 2e-3
+    close = 1e-5 if observed.tolerance(model) <= 1e-4 else 2e-3
     if _softcapped(model) or not any(_follows(logit, made, close) for logit in logits):
         raise Unsupported(
             f"the logits are no multiple of what {place.path} makes (a softcap?), so that a number "

@@ -16,7 +16,7 @@ from interpose.models.discovery.anatomy import Block, Norm, Place
 from interpose.models.discovery.parts import linear_shape
 from interpose.models.discovery.record import Event
 from interpose.models.discovery.stream import is_norm, place_of
-from interpose.models.processing import mixtures, norms, probing
+from interpose.models.processing import mixtures, norms, observed
 from interpose.models.processing.linear import add_to_bias, check_alone, matrix, put, wide
 from interpose.models.processing.mixtures import OwnWeight
 from interpose.models.transformer import TransformerModel
@@ -35,13 +35,13 @@ class Fold:
 def plan(model: TransformerModel) -> list[Fold]:
     """Every norm that is to be folded with its readers; a norm that cannot be is an error that says why."""
     folds = _folds(model)
-    events = probing.record(model).events
+    events = observed.record(model).events
     of_value: dict[tuple[int, bytes], Fold] = {}
     for event in events:
         for fold in folds:
             if event.module is fold.norm.place.module:
                 # Norms that make the same numbers are alike, and are folded by one of them.
-                of_value.setdefault(probing.key(event.made[0]), fold)
+                of_value.setdefault(observed.key(event.made[0]), fold)
     _find_readers(model, events, of_value)
     followed = {id(fold) for fold in of_value.values()}
     for fold in folds:
@@ -84,7 +84,7 @@ def _find_readers(
     """Note at each norm the modules that take what it made."""
     reads: dict[int, set[int]] = {}
     for event in events:
-        read = [of_value.get(probing.key(v)) for v in event.given if v.is_float]
+        read = [of_value.get(observed.key(v)) for v in event.given if v.is_float]
         fold = next((f for f in read if f is not None), None)
         reads.setdefault(id(event.module), set()).add(id(fold))
         if fold is None or event.module is fold.norm.place.module:
@@ -95,7 +95,7 @@ def _find_readers(
             if all(place.module is not event.module for place in fold.maps):
                 fold.maps.append(place_of(event, "output", event.made[0]))
         elif all(own.module is not event.module for own in fold.own):
-            value = next(v for v in event.given if of_value.get(probing.key(v)) is fold)
+            value = next(v for v in event.given if of_value.get(observed.key(v)) is fold)
             fold.own += mixtures.own_weights(model, event, value)
     for fold in of_value.values():
         readers = {r.path: r.module for r in fold.maps} | {r.path: r.module for r in fold.own}

@@ -11,7 +11,7 @@ from torch import Tensor
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Attention, Block, Place
 from interpose.models.discovery.parts import heads_of
-from interpose.models.processing import linear, probing
+from interpose.models.processing import linear, observed
 from interpose.models.reach.lenses import Heads
 from interpose.models.transformer import TransformerModel
 from interpose.models.weights import views
@@ -90,8 +90,8 @@ def _check_values(model: TransformerModel, attentions: list[str], sums_to_one: s
     kinds = ("pattern", "v", "z")
     sites = {at: [f"{at}.hook_{kind}" for kind in kinds] for at in attentions}
     sites = {at: names for at, names in sites.items() if all(name in known for name in names)}
-    cache = probing.cached(model, [name for names in sites.values() for name in names])
-    close = probing.tolerance(model)
+    cache = observed.cached(model, [name for names in sites.values() for name in names])
+    close = observed.tolerance(model)
     for at, names in sites.items():
         if any(name not in cache for name in names):
             continue
@@ -154,8 +154,8 @@ def _check_only_scaled(model: TransformerModel, turned: list[tuple[str, str]]) -
     """Refuse queries or keys that are more than scaled on their way to the kernel."""
     sites = [(f"{at}.hook_{role}", f"{at}.hook_rot_{role}") for at, role in turned]
     known = [name for pair in sites for name in pair if name in model.tree.table.sites]
-    cache = probing.cached(model, known)
-    close = probing.tolerance(model)
+    cache = observed.cached(model, known)
+    close = observed.tolerance(model)
     for (at, role), (made, got) in zip(turned, sites):
         if made in cache and got in cache:
             x, y = linear.wide(cache[made]), linear.wide(cache[got])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.record import Event, Value
-from interpose.models.processing import probing
+from interpose.models.processing import observed
 from interpose.models.processing.linear import put, wide
 from interpose.models.transformer import TransformerModel
 from interpose.taps import values
@@ -46,7 +46,7 @@ def own_weights(model: TransformerModel, event: Event, value: Value) -> list[Own
         return []
     for name in {name for name, _ in axes}:
         _check_plain(event.path, module, name)
-    args, kwargs = probing.arguments(model, module)
+    args, kwargs = observed.arguments(model, module)
     named = named_arguments(module, args, kwargs)
     given = named.get(str(value.leaf[0]))
     if not isinstance(given, Tensor):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from interpose.errors import Unsupported
-from interpose.models.processing import centre, copies, fold, heads, probing
+from interpose.models.processing import centre, copies, fold, heads, observed
 from interpose.models.transformer import TransformerModel
 
 Some = TypeVar("Some", bound=TransformerModel)
@@ -113,7 +113,7 @@ def process(
                     raise
     if not plans:
         return made, ()
-    before, names = probing.output(made), set(made.module.state_dict())
+    before, names = observed.output(made), set(made.module.state_dict())
     unties = next((flag for flag in plans if STEPS[flag].unties), None)
     if unties is not None:
         _explained(made, unties, partial(_untie, before=before))
@@ -178,12 +178,12 @@ def _take(model: TransformerModel, *, step: Step, plan: Any, before: Tensor, cen
 
 def _prove(model: TransformerModel, *, before: Tensor, centred: bool) -> None:
     """Refuse a model that no longer computes what it did."""
-    after = probing.output(model)
+    after = observed.output(model)
     old, new = before.double(), after.double()
     if centred:
         old, new = old.log_softmax(-1), new.log_softmax(-1)
     far = float((old - new).abs().max() / old.abs().max().clamp_min(1e-30))
-    allowed = probing.tolerance(model)
+    allowed = observed.tolerance(model)
     if not far <= allowed:  # also where it is no number
         dtype = str(before.dtype).removeprefix("torch.")
         raise Unsupported(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from interpose.engine.points import HookPoint
-from interpose.models.running import packed
+from interpose.models.batching import packed
 from interpose.sites.axes import TEXT
 
 # By their storage, which views share: the mask, the type of the tokens, and how often they had been written to.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interpose.engine.model import Model
-from interpose.engine.probe import untouched
+from interpose.engine.shape_scan import untouched
 from interpose.taps import context, values
 
 

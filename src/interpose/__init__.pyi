@@ -1,0 +1,125 @@
+"""What `interpose` exports: each name once, in groups.
+
+`__init__.py` reads this file, and imports a name when it is first used.
+"""
+
+# Models and their sites
+from interpose.engine.cache import Cache as Cache
+from interpose.engine.model import Model as Model
+from interpose.models.batching.labelled_rows import BatchResult as BatchResult, Rows as Rows
+from interpose.models.batching.packed import packed_rows as packed_rows
+from interpose.models.loading import load as load, wrap as wrap
+from interpose.models.proofs.report import Report as Report
+from interpose.models.transformer import TransformerModel as TransformerModel
+from interpose.sites.tree import Site as Site
+
+# Hooks
+from interpose.engine.hooks import (
+    Controller as Controller,
+    Detector as Detector,
+    Hook as Hook,
+    skip as skip,
+    torch_hook as torch_hook,
+)
+from interpose.engine.points import Handle as Handle, HookPoint as HookPoint
+from interpose.taps.context import in_scope as in_scope
+
+# Edits
+from interpose.edits.attention import knockout as knockout
+from interpose.edits.basic import (
+    add as add,
+    clamp as clamp,
+    fill as fill,
+    noise as noise,
+    scale as scale,
+    zero as zero,
+)
+from interpose.edits.edit import Edit as Edit
+from interpose.edits.other_values import mean as mean, patch as patch, resample as resample
+from interpose.edits.saving import load_edits as load_edits, save_edits as save_edits
+from interpose.edits.selector import at as at
+from interpose.edits.subspace import (
+    Rotation as Rotation,
+    project_cap as project_cap,
+    project_out as project_out,
+    rotate as rotate,
+)
+
+# Sweeps and experiments
+from interpose.experiments.experiment import Experiment as Experiment
+from interpose.experiments.measure import Measured as Measured, measure as measure
+from interpose.methods.batches import Batch as Batch, batches as batches
+from interpose.sweeps import metrics as metrics
+from interpose.sweeps.result import SweepResult as SweepResult
+from interpose.sweeps.sweep import sweep as sweep
+
+# Methods
+from interpose.methods.ablation import ablation as ablation
+from interpose.methods.activation_patching import activation_patching as activation_patching
+from interpose.methods.alignment_search import alignment_search as alignment_search
+from interpose.methods.attention_knockout import attention_knockout as attention_knockout
+from interpose.methods.attention_patterns import attention_patterns as attention_patterns
+from interpose.methods.attribution_patching import attribution_patching as attribution_patching
+from interpose.methods.causal_tracing import causal_tracing as causal_tracing
+from interpose.methods.circuit import Circuit as Circuit, faithfulness as faithfulness
+from interpose.methods.compare_prompts import compare_prompts as compare_prompts
+from interpose.methods.direct_logit_attribution import (
+    direct_logit_attribution as direct_logit_attribution,
+)
+from interpose.methods.edge_attribution import (
+    EdgeScores as EdgeScores,
+    edge_attribution as edge_attribution,
+)
+from interpose.methods.function_vectors import function_vector as function_vector
+from interpose.methods.gradient_attribution import (
+    gradient_times_activation as gradient_times_activation,
+    saliency as saliency,
+)
+from interpose.methods.head_detectors import head_scores as head_scores
+from interpose.methods.integrated_gradients import integrated_gradients as integrated_gradients
+from interpose.methods.logit_lens import logit_lens as logit_lens
+from interpose.methods.max_activating import max_activating as max_activating
+from interpose.methods.patchscopes import patchscope as patchscope
+from interpose.methods.path_patching import path_patching as path_patching
+from interpose.methods.probes import Probe as Probe, probe as probe
+from interpose.methods.relevance import relp as relp
+from interpose.methods.tuned_lens import TunedLens as TunedLens
+
+# Monitors of any network
+from interpose.monitors.adversarial import adversarial as adversarial
+from interpose.monitors.feature_maps import feature_maps as feature_maps
+from interpose.monitors.gradient_control import (
+    clip_grad as clip_grad,
+    noise_grad as noise_grad,
+    scale_grad as scale_grad,
+)
+from interpose.monitors.gradient_health import gradient_health as gradient_health
+from interpose.monitors.nan_guard import NaNGuard as NaNGuard
+from interpose.monitors.shape_log import ShapeLog as ShapeLog
+from interpose.monitors.statistics import (
+    Statistics as Statistics,
+    activation_statistics as activation_statistics,
+)
+
+# Results
+from interpose.results.scores import Scores as Scores
+
+# Errors
+from interpose.errors import (
+    AmbiguousSite as AmbiguousSite,
+    Cancelled as Cancelled,
+    EditError as EditError,
+    EditShapeError as EditShapeError,
+    GradientError as GradientError,
+    InterposeError as InterposeError,
+    NeverFired as NeverFired,
+    NonFinite as NonFinite,
+    NothingMatched as NothingMatched,
+    NothingSelected as NothingSelected,
+    SiteNotFound as SiteNotFound,
+    StaleValue as StaleValue,
+    Unsupported as Unsupported,
+)
+
+__version__: str
+__all__: list[str]

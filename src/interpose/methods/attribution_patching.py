@@ -1,0 +1,276 @@
+"""`ip.attribution_patching`: what patching would do at every place at once, estimated from one gradient.
+
+Patching puts a value of one run into another, a run for each place. To first order that moves the metric by
+
+    estimate(place) = (a_other - a_here) . d metric / d a_here
+
+so that two forward passes and a backward pass are enough for all heads, neurons and positions. The estimate is as good
+as the model is straight between the two values. With ``rule="relp"`` the backward pass follows `ip.relp`, which agrees
+with real patching better; ``verify=k`` really patches the strongest places and shows how far to trust the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import interpose as ip
+from interpose.methods.gradient_attribution import Places, sites_by_layer
+from interpose.methods.layers import Layers
+from interpose.render.html import html_table
+from interpose.render.text import table
+from interpose.results.table import number
+
+_EVIDENCE = (
+    "Evidence, to first order, for how far patching a place would move the metric: a list of places to patch really "
+    "(verify=k), not an effect measured; it misses what saturates, and places that make up for each other."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class AttributionPatching(ip.Scores):
+    """Estimates of effects, and the real ones where they were asked for.
+
+    Attributes:
+        each: the estimate of every example, [*axes, example]; ``values`` is their mean.
+        clean: the metric of the clean run, the mean over examples.
+        corrupt: of the corrupted run.
+        direction: ``denoise`` or ``noise``.
+        verified: for each place that was really patched: its entries, ``estimate``, ``effect``, and ``agrees``, whether
+            the two have one sign and are within a factor of two.
+        correlation: of estimates and effects over those places (Pearson); None for fewer than three.
+    """
+
+    each: Tensor
+    clean: float
+    corrupt: float
+    direction: str
+    verified: list[dict[str, Any]]
+    correlation: float | None = None
+
+    @property
+    def normalised(self) -> Tensor:
+        """The estimates as shares of the whole way from the changed run to the other: 1 is all of it."""
+        way = self.clean - self.corrupt
+        return self.values / (way if self.direction == "denoise" else -way)
+
+    def lines(self) -> list[str]:
+        """What is said above the numbers, and how many places agree with patching."""
+        said = ip.Scores.lines(self)
+        if self.verified:
+            right = sum(place["agrees"] for place in self.verified)
+            few = (
+                self.correlation is None or len(self.verified) < 10
+            )  # of the strongest it says little
+            how = "" if few else f", correlation {self.correlation:.3f}"
+            said.append(f"really patched: {len(self.verified)} places, {right} agree{how}")
+        return said
+
+    def __repr__(self) -> str:
+        shown = ip.Scores.__repr__(self)
+        return shown if not self.verified else f"{shown}\n\n{table(*self._verified())}"
+
+    def html(self) -> str:
+        """As every score, and a table of the places that were really patched."""
+        shown = ip.Scores.html(self)
+        if not self.verified:
+            return shown
+        return shown + html_table(*self._verified(), title="The strongest places, really patched")
+
+    def _verified(self) -> tuple[list[str], list[list[str]]]:
+        names = list(self.verified[0])
+        rows = [[_cell(place[name]) for name in names] for place in self.verified]
+        return names, rows
+
+
+def attribution_patching(
+    model: Any,
+    clean: Any,
+    corrupt: Any,
+    *,
+    metric: Any,
+    site: str | Sequence[str] = "z",
+    over: str | Sequence[str] | None = None,
+    rule: str | Sequence[str] = "relp",
+    direction: str = "denoise",
+    layers: Layers = None,
+    verify: int = 0,
+    batch_size: int = 16,
+    prepend_bos: bool | None = None,
+) -> AttributionPatching:
+    """How far patching would move a metric, estimated for every place at once.
+
+    ```python
+    model = ip.load("pocket")
+    clean = "When Mary and John went to the store, John gave a drink to"
+    corrupt = "When Mary and John went to the store, Mary gave a drink to"
+    lead = ip.metrics.logit_difference(" Mary", " John")
+    found = ip.attribution_patching(model, clean, corrupt, metric=lead, verify=10)
+    found.values                     # [layer, head, pos]
+    found.verified                   # the ten strongest, with what patching really does
+    ```
+
+    Args:
+        model: a model of transformers, in eval mode.
+        clean: a text, several, or tokens [batch, pos].
+        corrupt: the texts to compare with, token by token.
+        metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
+        site: a kind of site (``z``, ``resid_pre``, ``attn_out``, ``mlp_out``, ``q``, ``post``, ...); several with
+            ``over=("site", ...)``.
+        over: the axes of the result, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``; the others are added up.
+            By default layers and positions, and heads where the site has them.
+        rule: ``relp``, ``gradient`` for the plain gradient, or the rules that `ip.relp` is to follow.
+        direction: ``denoise`` puts clean values into the corrupted run; ``noise`` corrupted ones into the clean run.
+        layers: which; by default all that have the site.
+        verify: how many of the strongest places to patch really, a forward pass each.
+        batch_size: how many examples run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
+    """
+    _check(clean, corrupt, metric, direction, verify)
+    here, there = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
+    kinds = [site] if isinstance(site, str) else list(site)
+    sites = sites_by_layer(model, kinds, layers)
+    hooks = _hooks(model, rule, kinds)
+    options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
+    found = ip.gradient_times_activation(
+        model,
+        here,
+        baseline=there,
+        metric=metric,
+        site=kinds,
+        over=_usual(sites) if over is None else over,
+        hooks=hooks,
+        layers=layers,
+        **options,
+    )
+    assert found.baseline is not None
+    each = 0.0 - found.each  # the other run's values less this one's
+    pairs = ip.batches(model, here, there, **options)
+    verified = _verified(model, pairs, metric, sites, found, verify)
+    here_measured, there_measured = float(found.measured.mean()), float(found.baseline.mean())
+    return AttributionPatching.averaged(
+        each,
+        title=f"{ip.metrics.label(metric)}: what patching {', '.join(kinds)} would do, estimated ({direction})",
+        axes=found.axes,
+        unit="metric",
+        protocol=_protocol(found, rule, direction, hooks, len(pairs) * len(verified)),
+        evidence=_EVIDENCE,
+        tokens=ip.batches(model, clean, corrupt, **options)[0].str_tokens,
+        each=each,
+        clean=there_measured if direction == "denoise" else here_measured,
+        corrupt=here_measured if direction == "denoise" else there_measured,
+        direction=direction,
+        verified=verified,
+        correlation=_correlation(verified),
+    )
+
+
+def _check(clean: Any, corrupt: Any, metric: Any, direction: str, verify: int) -> None:
+    if clean is None or corrupt is None:
+        raise ValueError(
+            "patching needs two texts, clean and corrupt. For what one alone owes to its values, see "
+            "ip.gradient_times_activation."
+        )
+    if direction not in ("denoise", "noise"):
+        raise ValueError(f"direction is 'denoise' or 'noise'; got {direction!r}.")
+    if direction == "noise" and isinstance(metric, ip.metrics.kl):
+        raise ValueError(
+            "kl is least in the clean run, so its gradient is zero there: use direction='denoise'."
+        )
+    if verify < 0:
+        raise ValueError(f"verify is how many places to patch really, 0 or more; got {verify}.")
+
+
+def _protocol(found: Any, rule: Any, direction: str, hooks: Any, patched: int) -> dict[str, Any]:
+    """How the estimates were made; the places that were patched took a run each, and one for their values."""
+    ran = dict(found.protocol)
+    extra = patched + ran["backwards"] if patched else 0
+    left = getattr(hooks, "left", [])
+    return {
+        "metric": ran["metric"],
+        "direction": direction,
+        "rule": rule if isinstance(rule, str) else list(rule),
+        **({"with_their_true_gradient": left} if left else {}),
+        "examples": ran["examples"],
+        "forwards": ran["forwards"] + extra,
+        "backwards": ran["backwards"],
+    }
+
+
+def _hooks(model: Any, rule: str | Sequence[str], kinds: Sequence[str]) -> list[Any]:
+    """What the run with gradients is hooked with."""
+    if rule == "gradient":
+        return []
+    if inside := {"pre", "pre_linear"} & set(kinds):
+        raise ValueError(
+            f"the rules of RelP go past {sorted(inside)[0]!r}, which has no gradient under them: take 'post', or "
+            "rule='gradient'."
+        )
+    if isinstance(rule, str) and rule != "relp":
+        raise ValueError(
+            f"rule is 'relp', 'gradient', or a list of rules for ip.relp; got {rule!r}."
+        )
+    return ip.relp(model) if rule == "relp" else ip.relp(model, rules=rule)
+
+
+def _usual(sites: dict[str, Places]) -> tuple[str, ...]:
+    """The axes that all of these sites have, but for single features."""
+    rows = [entry for row in sites.values() for entry in row.items()]
+    words = ["site"] if len(sites) > 1 else []
+    words += ["layer"] if all(layer is not None for layer, _ in rows) else []
+    words += [word for word in ("head", "pos") if all(word in axes for _, (_, axes) in rows)]
+    return tuple(words)
+
+
+@torch.no_grad()
+def _verified(
+    model: Any,
+    pairs: Sequence[Any],
+    metric: Any,
+    sites: dict[str, Places],
+    found: Any,
+    count: int,
+) -> list[dict[str, Any]]:
+    """The strongest places, each with its estimate and what patching it really does."""
+    places = [place for place in found.top(count) if place["value"]]
+    first, *_ = sites
+    layers = list(sites[first])
+    names = {kind: row[None][0] if None in row else kind for kind, row in sites.items()}
+    effects = torch.zeros(len(places), len(found.measured), device="cpu")
+    for pair in pairs if places else ():
+        numbers = list(pair.numbers)
+        logits, values = model.run_with_cache(pair.corrupt, names_filter=list(names.values()))
+        measure = pair.measure(metric, logits)
+        for at, place in enumerate(places):
+            words = {
+                word: place[word] for word in ("layer", "head", "neuron", "pos") if word in place
+            }
+            if layers != [None]:
+                words.setdefault("layer", layers)  # added up, if they are no axis
+            patch = ip.patch(names[place.get("site", first)], values, **words)
+            patched = measure(model.run_with_hooks(pair.clean, hooks=[patch]))
+            effects[at, numbers] = patched.float().cpu() - found.measured[numbers]
+    made = []
+    for place, effect in zip(places, effects.mean(-1).tolist()):
+        entries = {name: entry for name, entry in place.items() if name in found.axes}
+        estimate = 0.0 - place["value"]
+        agrees = abs(estimate - effect) <= max(abs(estimate), abs(effect)) / 2
+        made.append({**entries, "estimate": estimate, "effect": effect, "agrees": agrees})
+    return made
+
+
+def _correlation(verified: Sequence[dict[str, Any]]) -> float | None:
+    if len(verified) < 3:
+        return None
+    both = torch.tensor([[place["estimate"], place["effect"]] for place in verified])
+    return float(torch.corrcoef(both.T)[0, 1])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,303 @@
+"""Circuits, and how faithful they are: does a part of the model, alone, do what the whole model does?
+
+A circuit is a set of edges between heads, MLPs, the input and the logits. To test it, the model runs on the clean text
+while every other edge carries what it carries on the corrupt text:
+
+    input of v = stream of v on the corrupt text + sum over kept edges u -> v of (u now - u on the corrupt text)
+    faithfulness = (metric of the circuit - metric of the corrupt run) / (metric of the clean run - the same)
+
+With all edges kept this is the clean run, with none it is the corrupt run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import interpose as ip
+from interpose.methods.circuit_picture import picture
+from interpose.methods.edge_ablation import AblatedRun
+from interpose.methods.wiring import Edge, Graph, wiring
+from interpose.render.html import html_table, page, write
+from interpose.render.text import table
+from interpose.results.table import number
+
+EVIDENCE = (
+    "Evidence for how much of the metric the kept edges carry by themselves, on these texts and against this "
+    "corruption; not for the circuit being the only one or the smallest one, and a share above 1 or below 0 means that "
+    "edges which work against the answer, or for it, were left out."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Circuit:
+    """A part of a model: the edges that are kept.
+
+    ```python
+    circuit = scores.circuit(edges=200)
+    len(circuit), circuit.nodes
+    circuit.save("circuit.svg")       # or .html, .json
+    ```
+
+    Attributes:
+        graph: all edges that there can be in the model.
+        edges: those that are kept, each a writer and a reader.
+        scores: a number for each, which draws it; empty if there are none.
+    """
+
+    graph: Graph
+    edges: tuple[Edge, ...]
+    scores: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = set(self.graph.writers), set(self.graph.readers)
+        for writer, reader in self.edges:
+            if writer not in known[0] or reader not in known[1]:
+                raise ValueError(
+                    f"no edge from {writer!r} to {reader!r}: writers are {_some(self.graph.writers)}; readers are "
+                    f"{_some(self.graph.readers)}."
+                )
+        for edge, (at, row) in zip(self.edges, self.graph.places(self.edges)):
+            if at >= self.graph.reach[row]:
+                raise ValueError(
+                    f"no edge from {edge[0]!r} to {edge[1]!r}: it is written after it is read."
+                )
+        if self.scores and len(self.scores) != len(self.edges):
+            raise ValueError(f"{len(self.scores)} scores for {len(self.edges)} edges.")
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The heads, MLPs and ends that its edges join, in the order in which they run."""
+        there = {writer for writer, _ in self.edges}
+        for _, reader in self.edges:
+            there.update(self.graph.nodes_of(reader))
+        return [name for name in (*self.graph.writers, "logits") if name in there]
+
+    @property
+    def mask(self) -> Tensor:
+        """Which edges are kept, [writer, reader]."""
+        kept = torch.zeros(len(self.graph.writers), len(self.graph.readers), dtype=torch.bool)
+        for place in self.graph.places(self.edges):
+            kept[place] = True
+        return kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """Itself as data that JSON takes."""
+        return {
+            "format": "interpose.Circuit",
+            "version": 1,
+            "writers": list(self.graph.writers),
+            "readers": list(self.graph.readers),
+            "reach": list(self.graph.reach),
+            "edges": [list(edge) for edge in self.edges],
+            "scores": list(self.scores),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Circuit:
+        """What `to_dict` wrote."""
+        if data.get("format") != "interpose.Circuit" or data.get("version") != 1:
+            raise ValueError("this is not what Circuit.to_dict writes.")
+        graph = Graph(
+            writers=tuple(data["writers"]),
+            readers=tuple(data["readers"]),
+            reach=tuple(data["reach"]),
+        )
+        edges = tuple((writer, reader) for writer, reader in data["edges"])
+        return cls(graph=graph, edges=edges, scores=tuple(data["scores"]))
+
+    @property
+    def title(self) -> str:
+        """Its size, in a line."""
+        return f"Circuit of {len(self)} of {len(self.graph)} edges, {len(self.nodes)} nodes"
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        if not self.scores:
+            return ("from", "to"), list(self.edges)
+        rows = sorted(zip(self.edges, self.scores), key=lambda row: -abs(row[1]))
+        return ("from", "to", "score"), [(*edge, number(score)) for edge, score in rows]
+
+    def __repr__(self) -> str:
+        head, rows = self._table()
+        more = [("...",) * len(head)] if len(rows) > 12 else []
+        return table(head, [*rows[:12], *more], title=self.title)
+
+    def svg(self) -> str:
+        """A drawing of its nodes by layer, the input at the bottom, and of its edges."""
+        return picture(self)
+
+    def html(self) -> str:
+        """The drawing, and its edges in a table; nothing is loaded."""
+        head, rows = self._table()
+        drawn = f'<div style="overflow-x:auto">{self.svg()}</div>'
+        return f"<div>{drawn}{html_table(head, rows)}</div>"
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def save(self, path: str | Path) -> Path:
+        """Write a drawing (``x.svg``), a page (``x.html``) or the edges (``x.json``), and return where it is."""
+        kind = Path(path).suffix
+        if kind == ".svg":
+            return write(path, self.svg())
+        if kind == ".html":
+            return write(path, page("interpose", self.html()))
+        if kind == ".json":
+            return write(path, json.dumps(self.to_dict()))
+        raise ValueError(f"save writes .svg, .html or .json; got {str(path)!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Faithfulness(ip.Scores):
+    """How much of the way from the corrupt to the clean metric circuits go, by their number of edges.
+
+    Attributes:
+        each: the metric of every circuit and example, [circuit, example].
+        clean: the metric of the clean run, [example].
+        corrupt: the metric of the corrupt run, [example].
+        possible: how many edges the model has.
+    """
+
+    each: Tensor
+    clean: Tensor
+    corrupt: Tensor
+    possible: int
+
+    def _area(self, of: Callable[[float], float]) -> float:
+        sizes = [min(size, self.possible) for size in self.axes["edges"]]
+        points = sorted(zip((0, *sizes, self.possible), (0.0, *self.values.tolist(), 1.0)))
+        steps = pairwise(points)
+        area = sum((right - left) * (of(a) + of(b)) / 2 for (left, a), (right, b) in steps)
+        return float(area / self.possible)
+
+    @property
+    def area(self) -> float:
+        """The area under the curve over the share of edges that are kept: high is good (MIB's CPR)."""
+        return self._area(lambda value: value)
+
+    @property
+    def distance(self) -> float:
+        """The area between the curve and 1: zero for circuits that do just what the model does (MIB's CMD)."""
+        return self._area(lambda value: abs(1 - value))
+
+
+def faithfulness(
+    model: Any,
+    clean: Any,
+    corrupt: Any,
+    *,
+    metric: Any,
+    circuits: Circuit | Sequence[Circuit] | None = None,
+    scores: ip.EdgeScores | None = None,
+    sizes: Sequence[int] | None = None,
+    batch_size: int = 16,
+    prepend_bos: bool | None = None,
+) -> Faithfulness:
+    """How much of the metric circuits keep: 1 as the whole model on the clean text, 0 as on the corrupt text.
+
+    ```python
+    scores = ip.edge_attribution(model, clean, corrupt, metric=lead, steps=5)
+    curve = ip.faithfulness(model, clean, corrupt, metric=lead, scores=scores, sizes=[50, 100, 200, 400])
+    ip.faithfulness(model, clean, corrupt, metric=lead, circuits=scores.circuit(edges=200)).values
+    ```
+
+    Of several texts, the means of the metric are compared. One forward pass for each circuit, two for the runs
+    they are compared with.
+
+    Args:
+        model: the model that the circuits are of, in eval mode.
+        clean: a text, several, or tokens [batch, pos]: what the circuits run on.
+        corrupt: the texts of the same lengths from which the other edges come.
+        metric: one of `ip.metrics`, or a function of logits.
+        circuits: a circuit, or several; or else
+        scores: of edges, from which circuits are made,
+        sizes: one of each of these numbers of edges.
+        batch_size: how many texts run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
+    """
+    chosen, labels = _chosen(circuits, scores, sizes)
+    if corrupt is None:
+        raise ValueError(
+            "the other edges carry their values on a corrupt text: give corrupt, as long as clean."
+        )
+    wires = wiring(model)
+    for circuit in chosen:
+        if circuit.graph != wires.graph:
+            raise ValueError(
+                f"a circuit of another model: it has {len(circuit.graph.writers)} writers and "
+                f"{len(circuit.graph.readers)} readers, this model {len(wires.graph.writers)} and "
+                f"{len(wires.graph.readers)}."
+            )
+    parts = ip.batches(model, clean, corrupt, batch_size=batch_size, prepend_bos=prepend_bos)
+    found = torch.zeros(2 + len(chosen), parts[0].total)
+    for batch in parts:
+        assert batch.corrupt is not None
+        with torch.no_grad():
+            whole = model(batch.clean)
+            without, values = wires.reference(batch.corrupt, "logits")
+            measure = batch.measure(metric, whole)
+            runs = (
+                AblatedRun(wires, circuit.mask, values).logits(batch.clean) for circuit in chosen
+            )
+            for row, logits in enumerate(chain((whole, without), runs)):
+                found[row, list(batch.numbers)] = measure(logits).cpu()
+    return Faithfulness(
+        title="faithfulness of circuits",
+        values=_shares(found),
+        axes={"edges": labels},
+        unit="share of the way from corrupt to clean",
+        protocol={
+            "metric": ip.metrics.label(metric),
+            "clean": float(found[0].mean()),
+            "corrupt": float(found[1].mean()),
+            "kept": [len(circuit) for circuit in chosen],
+            "examples": parts[0].total,
+            "forwards": (2 + len(chosen)) * len(parts),
+        },
+        evidence=EVIDENCE,
+        each=found[2:],
+        clean=found[0],
+        corrupt=found[1],
+        possible=len(wires.graph),
+    )
+
+
+def _shares(found: Tensor) -> Tensor:
+    clean, corrupt, *circuits = found.mean(1)
+    if clean == corrupt:
+        raise ValueError(
+            f"the metric is {float(clean):.4g} on the clean and on the corrupt text: there is nothing that a circuit "
+            "could bring back. Give texts, or a metric, that differ."
+        )
+    shares: Tensor = (torch.tensor(circuits) - corrupt) / (clean - corrupt)
+    return shares
+
+
+def _chosen(
+    circuits: Circuit | Sequence[Circuit] | None,
+    scores: ip.EdgeScores | None,
+    sizes: Sequence[int] | None,
+) -> tuple[list[Circuit], list[int]]:
+    """The circuits to run, and how many edges each was to have."""
+    if circuits is not None and scores is None and sizes is None:
+        given = [circuits] if isinstance(circuits, Circuit) else list(circuits)
+        return given, [len(circuit) for circuit in given]
+    if circuits is None and scores is not None and sizes is not None:
+        return [scores.circuit(edges=size) for size in sizes], list(sizes)
+    raise ValueError(
+        "give circuits=..., or scores=... and sizes=[...], such as sizes=[50, 100, 200]."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}, ..., {names[-1]}"

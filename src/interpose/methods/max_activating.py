@@ -1,0 +1,385 @@
+"""Max-activating examples: for each unit, the tokens of a dataset at which it is largest, with what stands around.
+
+The texts pass by once. A unit keeps its k best places so far, and each batch is merged into them, so memory does not
+grow with the data. A unit is an element of a site's value, or a direction v along which values x are projected, x.v.
+Of equal values the one that comes first in the data counts first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import interpose as ip
+from interpose.methods.batches import rows_of
+from interpose.render import colours
+from interpose.render.html import Markup, html_table
+from interpose.render.labelled import printable
+from interpose.render.text import table
+
+_LAST = 2**62  # an order that comes after all
+_CHUNK = 32  # so many batches are read at once, and run by length
+_SHOWN = 20  # units on a page
+_EVIDENCE = (
+    "Evidence for what a unit responds to most in these texts; not for what it responds to moderately, where most of "
+    "its use is, nor for what it does: ablate or steer it to see that."
+)
+Found = dict[str, Tensor]
+"""The best places: ``values`` and ``order`` [unit, k], ``tokens`` and ``around`` [unit, k, window]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class MaxActivating(ip.Scores):
+    """The largest activations, [unit, rank], and where they are. Places that the data did not fill are NaN.
+
+    Attributes:
+        texts: the number of each place's text, [unit, rank]; -1 where there is none.
+        positions: the position of its token, [unit, rank].
+        windows: the token and those around it, [unit, rank, 2 context + 1]; -1 outside of the text.
+        activations: the unit's value at each of them; NaN outside of the text.
+        words: tokens as text, by their number as text.
+        count: how many texts there were.
+    """
+
+    texts: Tensor
+    positions: Tensor
+    windows: Tensor
+    activations: Tensor
+    words: dict[str, str]
+    count: int
+
+    def examples(self, unit: int) -> list[dict[str, Any]]:
+        """The best places of a unit, the best first: value, text, pos, token, and the tokens around it."""
+        if unit not in self.axes["unit"]:
+            raise KeyError(f"no unit {unit!r} among {self.axes['unit']}.")
+        row, found = self.axes["unit"].index(unit), []
+        middle = self.windows.shape[2] // 2
+        for rank in range(self.values.shape[1]):
+            if int(self.texts[row, rank]) < 0:
+                break
+            window = [self.words.get(str(token), "") for token in self.windows[row, rank].tolist()]
+            found.append(
+                {
+                    "value": float(self.values[row, rank]),
+                    "text": int(self.texts[row, rank]),
+                    "pos": int(self.positions[row, rank]),
+                    "token": window[middle],
+                    "context": "".join(window),
+                }
+            )
+        return found
+
+    def merge(self, other: MaxActivating) -> MaxActivating:
+        """The result of both: as if the other's texts had come after these."""
+        for name in ("site", "layer", "head", "directions", "sign", "k", "context", "skip_first"):
+            mine, theirs = self.protocol.get(name), other.protocol.get(name)
+            if mine != theirs:
+                raise ValueError(f"different searches do not merge: {name} is {mine} and {theirs}.")
+        if self.axes["unit"] != other.axes["unit"]:
+            raise ValueError("results of different units do not merge.")
+        sign = self.protocol["sign"]
+        found = _merged(_found(self, sign, 0), _found(other, sign, self.count))
+        protocol = {
+            name: value + other.protocol[name] if name in ("tokens", "forwards") else value
+            for name, value in self.protocol.items()
+        }
+        return dataclasses.replace(
+            self,
+            **_parts(found, sign),
+            protocol=protocol,
+            words={**self.words, **other.words},
+            count=self.count + other.count,
+        )
+
+    def __repr__(self) -> str:
+        shown, rows = max(1, _SHOWN // self.values.shape[1]), []
+        for unit in self.axes["unit"][:shown]:
+            for place in self.examples(unit):
+                where = (str(place["text"]), str(place["pos"]), repr(place["token"]))
+                rows.append(
+                    (str(unit), f"{place['value']:.3g}", *where, printable(place["context"]))
+                )
+        about = [self.title, *(f"  {line}" for line in self.lines()), ""]
+        grid = table(("unit", "value", "text", "pos", "token", "context"), rows)
+        left = len(self.axes["unit"]) - shown
+        return "\n".join([*about, grid, *([f"... and {left} more units"] if left > 0 else [])])
+
+    def html(self) -> str:
+        """For each unit its best places, tokens coloured by how active it is there; nothing is loaded."""
+        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        units = "".join(map(self._unit_html, self.axes["unit"][:_SHOWN]))
+        left = len(self.axes["unit"]) - _SHOWN
+        more = f"<p>... and {left} more units</p>" if left > 0 else ""
+        note = f'<p class="note">{escape(self.evidence)}</p>'
+        head = f"<p><b>{escape(self.title)}</b>{about}</p>"
+        return f'<div style="font-size:14px">{head}{units}{more}{note}</div>'
+
+    def _unit_html(self, unit: int) -> str:
+        row, middle = self.axes["unit"].index(unit), self.windows.shape[2] // 2
+        limit = float(self.activations[row].nan_to_num(0, 0, 0).abs().max())
+        rows = []
+        for rank, place in enumerate(self.examples(unit)):
+            around = zip(self.windows[row, rank].tolist(), self.activations[row, rank].tolist())
+            line = "".join(
+                _coloured(self.words[str(token)], value, limit, here=at == middle)
+                for at, (token, value) in enumerate(around)
+                if token >= 0
+            )
+            where = (str(place["text"]), str(place["pos"]))
+            kept = Markup(f'<span style="white-space:pre-wrap">{line}</span>')
+            rows.append((f"{place['value']:.3g}", *where, kept))
+        return html_table(("value", "text", "pos", "context"), rows, title=f"unit {unit}")
+
+
+def max_activating(
+    model: Any,
+    texts: Any,
+    *,
+    site: str = "post",
+    layer: int,
+    units: Sequence[int] | None = None,
+    direction: Tensor | None = None,
+    head: int | None = None,
+    k: int = 10,
+    context: int = 8,
+    sign: int = 1,
+    skip_first: bool = False,
+    batch_size: int = 16,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+) -> MaxActivating:
+    """For each unit of a site, the tokens of a dataset at which it is largest, with the text around them.
+
+    ```python
+    found = ip.max_activating(model, texts, layer=3, units=[7, 12])
+    found.examples(7)               # value, text, pos, token, context
+    found.save("neurons.html")      # tokens coloured by activation
+    ```
+
+    Args:
+        model: a model of transformers, in eval mode.
+        texts: texts, tokens, or what a tokenizer returns; of an iterable each is read once, a part at a time.
+        site: a kind of site.
+        layer: which layer.
+        units: which elements of the value; by default all.
+        direction: [size], or several [n, size]: projections on these are the units, numbered from 0.
+        head: for sites with heads, which.
+        k: how many places to keep for each.
+        context: how many tokens to keep on each side.
+        sign: -1 for the smallest values instead of the largest.
+        skip_first: leave out the first token of each text (BOS, on which many units are far off).
+        batch_size: how many texts run together.
+        prepend_bos: as in ``to_tokens``, for texts.
+        progress: show a bar, where there is a terminal or a notebook.
+    """
+    if sign not in (1, -1) or k < 1 or context < 0:
+        raise ValueError(
+            f"sign is 1 or -1, k at least 1, context at least 0; got {sign}, {k}, {context}."
+        )
+    units = None if units is None else [int(unit) for unit in units]
+    if units == []:
+        raise ValueError("units is empty: give some, or None for all.")
+    if units is not None and direction is not None:
+        raise ValueError("give units or direction, not both: directions are numbered from 0.")
+    found: Found | None = None
+    count = tokens = forwards = 0
+    for chunk in _chunks(model, texts, batch_size * _CHUNK, progress):
+        for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
+            values = sign * _values(model, batch, site, layer, head, units, direction)
+            counted = torch.ones_like(batch.clean, dtype=torch.bool)
+            counted[:, : int(skip_first)] = False
+            found = _empty(values.shape[2], k, context) if found is None else found
+            found = _merged(found, _best_of(values, batch, counted, count, k, context))
+            tokens, forwards = tokens + int(counted.sum()), forwards + 1
+        count += len(chunk)
+    if found is None:
+        raise ValueError("there are no texts.")
+    protocol = {"site": site, "layer": layer, "head": head, "sign": sign, "k": k}
+    protocol |= {"directions": None if direction is None else len(found["values"])}
+    protocol |= {
+        "context": context,
+        "skip_first": skip_first,
+        "tokens": tokens,
+        "forwards": forwards,
+    }
+    return MaxActivating(
+        title=f"The {'largest' if sign > 0 else 'smallest'} activations at {site}, layer {layer}",
+        axes={"unit": units or list(range(len(found["values"]))), "rank": list(range(k))},
+        unit="activation" if direction is None else "projection on the direction",
+        protocol={name: value for name, value in protocol.items() if value is not None},
+        evidence=_EVIDENCE,
+        words=_words(model, found["tokens"]),
+        count=count,
+        **_parts(found, sign),
+    )
+
+
+def _chunks(model: Any, texts: Any, size: int, progress: bool) -> Iterator[list[Any]]:
+    """Texts, a part at a time."""
+    from tqdm.auto import tqdm
+
+    every: Iterable[Any] = [texts] if isinstance(texts, str) else texts
+    if isinstance(texts, (Mapping, Tensor)) or _is_one_row(texts):
+        every = rows_of(model, texts)
+    with tqdm(every, desc="texts", disable=None if progress else True) as bar:
+        stream = iter(bar)
+        while chunk := list(islice(stream, size)):
+            yield chunk
+
+
+def _is_one_row(texts: Any) -> bool:
+    """Whether something is the tokens of one text, in a list."""
+    return isinstance(texts, Sequence) and bool(texts) and isinstance(texts[0], int)
+
+
+def _values(
+    model: Any,
+    batch: ip.Batch,
+    site: str,
+    layer: int,
+    head: int | None,
+    units: list[int] | None,
+    direction: Tensor | None,
+) -> Tensor:
+    """What the units are at each position, [example, pos, unit]."""
+    there = ip.at(site, layer=layer, head=head)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(batch.clean, names_filter=there, return_type=None)
+    ((name, whole),) = cache.items()
+    point = model.hook_dict[name]
+    axes = point.axes
+    if point.pos_axis != 1 or len(axes) != (3 if head is None else 4):
+        raise ValueError(
+            f"max_activating looks at a vector at each position; {site!r} is {list(axes)}. "
+            f"{'Say which head: head=0.' if axes[2:3] == ('head',) else 'Choose another site.'}"
+        )
+    value: Tensor = whole.flatten(2).float()
+    if units is not None:
+        if wrong := [unit for unit in units if not 0 <= unit < value.shape[2]]:
+            raise IndexError(f"no unit {wrong[0]}: {name!r} has {value.shape[2]}.")
+        return value[:, :, units]
+    if direction is None:
+        return value
+    rows = direction if direction.ndim == 2 else direction[None]
+    if rows.ndim != 2 or rows.shape[1] != value.shape[2]:
+        raise ValueError(
+            f"direction is {list(direction.shape)}; the values of {name!r} have {value.shape[2]} elements: "
+            f"give [{value.shape[2]}] or [n, {value.shape[2]}]."
+        )
+    projected: Tensor = value @ rows.to(value).mT
+    return projected
+
+
+def _best_of(
+    values: Tensor,
+    batch: ip.Batch,
+    counted: Tensor,
+    before: int,
+    k: int,
+    context: int,
+) -> Found:
+    """The best places of a batch, values being [example, pos, unit]."""
+    _, length, units = values.shape
+    at = torch.arange(length, device=values.device)
+    numbers = torch.tensor(batch.numbers, device=values.device) + before
+    order = ((numbers[:, None] << 32) + at).masked_fill(~counted, _LAST).reshape(-1)
+    flat = values.reshape(-1, units).mT.masked_fill(~counted.reshape(-1), -math.inf)
+    chosen = _first_of_the_largest(flat, order.expand_as(flat), min(k, flat.shape[1]))
+    example, pos = (chosen // length)[..., None], (chosen % length)[..., None]
+    window = pos + torch.arange(-context, context + 1, device=values.device)  # [unit, k, window]
+    outside = (window < 0) | (window >= length)
+    window = window.clamp(0, length - 1)
+    unit = torch.arange(units, device=values.device)[:, None, None]
+    found = {
+        "values": flat.gather(1, chosen),
+        "order": order[chosen],
+        "tokens": batch.clean[example, window].masked_fill(outside, -1),
+        "around": values[example, window, unit].masked_fill(outside, math.nan),
+    }
+    return {name: part.cpu() for name, part in found.items()}
+
+
+def _empty(units: int, k: int, context: int) -> Found:
+    """Places that anything is better than."""
+    places, windows = (units, k), (units, k, 2 * context + 1)
+    return {
+        "values": torch.full(places, -math.inf, device="cpu"),
+        "order": torch.full(places, _LAST, device="cpu"),
+        "tokens": torch.full(windows, -1, device="cpu"),
+        "around": torch.full(windows, math.nan, device="cpu"),
+    }
+
+
+def _merged(one: Found, other: Found) -> Found:
+    """The best of both."""
+    both = {name: torch.cat([part, other[name]], 1) for name, part in one.items()}
+    chosen = _first_of_the_largest(both["values"], both["order"], one["values"].shape[1])
+    return {
+        name: part.gather(
+            1, chosen if part.ndim == 2 else chosen[..., None].expand(-1, -1, part.shape[2])
+        )
+        for name, part in both.items()
+    }
+
+
+def _first_of_the_largest(values: Tensor, order: Tensor, k: int) -> Tensor:
+    """Where the k largest are, [unit, k], the largest first, of equal ones those of lower order.
+
+    ``topk`` alone takes any of equal values, so it only says how large one must be.
+    """
+    least = values.topk(k).values[:, -1:]
+    if bool(values.isnan().any()):
+        raise ip.NonFinite("a unit is NaN at some token, which has no place among numbers.")
+    rank = torch.where(values > least, -1, torch.where(values == least, order, _LAST + 1))
+    chosen = rank.topk(k, largest=False).indices
+    chosen = chosen.gather(1, order.gather(1, chosen).argsort(1))
+    return chosen.gather(
+        1, values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices
+    )
+
+
+def _parts(found: Found, sign: int) -> dict[str, Any]:
+    """As the result has them."""
+    there = found["order"] < _LAST
+    return {
+        "values": (found["values"] * sign).masked_fill(~there, math.nan),
+        "texts": (found["order"] >> 32).masked_fill(~there, -1),
+        "positions": (found["order"] & (2**32 - 1)).masked_fill(~there, -1),
+        "windows": found["tokens"].masked_fill(~there[..., None], -1),
+        "activations": (found["around"] * sign).masked_fill(~there[..., None], math.nan),
+    }
+
+
+def _found(result: MaxActivating, sign: int, before: int) -> Found:
+    """What `_parts` made, with text numbers counted on."""
+    there = result.texts >= 0
+    order = ((result.texts + before) << 32) + result.positions
+    return {
+        "values": (result.values * sign).masked_fill(~there, -math.inf),
+        "order": order.masked_fill(~there, _LAST),
+        "tokens": result.windows,
+        "around": result.activations * sign,
+    }
+
+
+def _words(model: Any, tokens: Tensor) -> dict[str, str]:
+    known = [token for token in tokens.unique().tolist() if token >= 0]
+    if model.tokenizer is None:
+        return {str(token): f" {token}" for token in known}
+    return {str(token): model.to_single_str_token(token) for token in known}
+
+
+def _coloured(word: str, value: float, limit: float, *, here: bool) -> str:
+    """A token on the colour of its activation, framed where it is the one that counts."""
+    colour = colours.diverging(0.75 * value / (limit or 1.0))
+    frame = ";outline:1px solid #1b1f24" if here else ""
+    style = f"background:{colours.css(colour)};color:{colours.ink(colour)}{frame}"
+    return f'<span style="{style}" title="{value:.3g}">{escape(printable(word))}</span>'

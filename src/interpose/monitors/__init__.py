@@ -1,0 +1,1 @@
+"""Monitors: what happens in any network while it runs or trains."""

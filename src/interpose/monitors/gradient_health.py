@@ -1,0 +1,170 @@
+"""Does the gradient reach every layer, and in what size? One forward and one backward pass.
+
+The backward pass is linear: what a layer receives is what the loss sends in, times what lies
+between. So each site's gradient is compared with the gradient where the backward pass begins (the
+last site in execution order that is not a single number), and the ratio does not depend on how
+large the loss is, or has become.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interpose.engine.model import Model
+from interpose.errors import GradientError
+from interpose.models.loading import as_model
+from interpose.render.html import bar
+from interpose.results.table import TableResult, number
+from interpose.sites.tree import Filter
+
+_COLOURS = {"": "#4c78a8", "vanishing": "#b8b8b8"}
+_DECADES = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteHealth:
+    """Sizes at one site, as root mean squares: the L2 norm over the root of the number of elements.
+
+    ``gradient`` is None where no gradient came. ``ratio`` is the gradient over that of the last
+    site, None for single numbers. ``flag`` is empty or says what is wrong.
+    """
+
+    site: str
+    activation: float
+    gradient: float | None
+    ratio: float | None
+    flag: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GradientHealth(TableResult):
+    """Sizes of activations and gradients by site, in execution order."""
+
+    rows: tuple[SiteHealth, ...]
+
+    @property
+    def flagged(self) -> tuple[SiteHealth, ...]:
+        """The rows that have a flag."""
+        return tuple(row for row in self.rows if row.flag)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no site has a flag."""
+        return not self.flagged
+
+    @property
+    def title(self) -> str:
+        """One line that says what this is."""
+        kinds = [row.flag for row in self.flagged]
+        found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        return f"Gradient health of {len(self.rows)} sites: {found or 'nothing to report'}"
+
+    def head(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return ("site", "activation", "gradient", "ratio", "flag")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """One row per site."""
+        return [
+            (
+                row.site,
+                number(row.activation),
+                _or_dash(row.gradient),
+                _or_dash(row.ratio),
+                row.flag,
+            )
+            for row in self.rows
+        ]
+
+    def html_cells(self) -> list[tuple[str, ...]]:
+        """The same, with the ratio as a bar on a logarithmic scale (1e-6 to 1e6)."""
+        rows: list[tuple[str, ...]] = []
+        for row, (site, activation, gradient, ratio, flag) in zip(self.rows, self.cells()):
+            share = 0.0
+            if row.ratio is not None and 0 < row.ratio < math.inf:
+                share = 0.5 + math.log10(row.ratio) / (2 * _DECADES)
+            colour = _COLOURS.get(row.flag, "#d1495b")
+            rows.append((site, activation, gradient, bar(share, ratio, colour=colour), flag))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as plain dictionaries."""
+        return {"rows": [asdict(row) for row in self.rows]}
+
+
+def gradient_health(
+    model: Model | nn.Module,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor],
+    sites: Filter = None,
+    vanishing: float = 1e-4,
+    exploding: float = 1e4,
+    **kwargs: Any,
+) -> GradientHealth:
+    """Find layers whose gradient vanishes or explodes. The parameters' ``.grad`` stay as they are.
+
+    Example:
+        ``ip.gradient_health(model, x, loss=lambda output: F.cross_entropy(output, y))``
+
+    Args:
+        model: the model, run once in the mode (train or eval) it is in.
+        *inputs: what the model takes.
+        loss: a function from the model's output to one number.
+        sites: where to look; None for the output of every module.
+        vanishing: flag a site whose gradient is below this times the one at the last site.
+        exploding: flag a site whose gradient is above this times the one at the last site.
+        **kwargs: what the model takes by name.
+    """
+    _, cache = as_model(model).run_with_cache(
+        *inputs, names_filter=sites, incl_bwd=loss, keep=_size_and_axes, **kwargs
+    )
+    sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
+    gradients = {name: value.tolist()[0] for name, value in cache.grad.items()}
+    received = [name for name in sizes if name in gradients]
+    if not received:
+        raise GradientError(
+            f"no gradient reached any of the {len(sizes)} sites. The loss must depend on the "
+            "model's output, and gradients must be on."
+        )
+    # A single number, such as a loss that the model returns itself, is no layer to compare with.
+    arrays = [name for name in received if sizes[name][1]]
+    start = gradients[(arrays or received)[-1]]
+    rows = []
+    for name, (activation, axes) in sizes.items():
+        gradient = gradients.get(name)
+        ratio = None
+        if gradient is not None and (axes or not arrays):
+            ratio = gradient / start if start else math.nan
+        flag = _flag(gradient, ratio, vanishing, exploding)
+        rows.append(
+            SiteHealth(site=name, activation=activation, gradient=gradient, ratio=ratio, flag=flag)
+        )
+    return GradientHealth(tuple(rows))
+
+
+def _size_and_axes(value: Tensor) -> Tensor:
+    """The root mean square of a value and its number of axes: all that is kept of it."""
+    real = value.abs() if value.is_complex() else value
+    wide = real.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    size = wide.norm() / max(value.numel(), 1) ** 0.5
+    return torch.stack([size, size.new_tensor(value.ndim)])
+
+
+def _flag(gradient: float | None, ratio: float | None, vanishing: float, exploding: float) -> str:
+    if gradient is None or ratio is None:
+        return ""
+    if not math.isfinite(gradient):
+        return "not finite"
+    if gradient == 0 or ratio < vanishing:
+        return "vanishing"
+    return "exploding" if ratio > exploding else ""
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else number(value)

@@ -1,0 +1,1 @@
+"""Results: numbers over named axes, with how they were made; they print, show, save and load themselves."""
