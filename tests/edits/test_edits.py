@@ -307,7 +307,10 @@ IMAGES = {
         ip.project_out("conv", torch.arange(5.0)),
         lambda v: v - torch.einsum("bchw,c,d->bdhw", v, torch.arange(5.0), torch.arange(5.0)) / 30,
     ),
-    "resample": (ip.resample("conv", seed=2), lambda v: v[ip.edits.reference.other_rows(4, 4, 2)]),
+    "resample": (
+        ip.resample("conv", seed=2),
+        lambda v: v[ip.edits.other_values.other_rows(4, 4, 2)],
+    ),
     "exclude": (
         ip.zero("conv", exclude={"neuron": [0, 2]}),
         lambda v: v * torch.tensor([1.0, 0, 1, 0, 0]).view(-1, 1, 1),
@@ -450,18 +453,18 @@ def test_resampled_rows_are_others_and_the_same_each_time() -> None:
             ]
             assert len(from_) == 1
             assert from_ != [row]
-    rows = [tuple(ip.edits.reference.other_rows(3, 3, seed).tolist()) for seed in range(20)]
+    rows = [tuple(ip.edits.other_values.other_rows(3, 3, seed).tolist()) for seed in range(20)]
     assert set(rows) == {(1, 2, 0), (2, 0, 1)}
     # Of a source with other rows: never the row of the same number.
     for there in (1, 2, 7):
-        chosen = torch.stack([ip.edits.reference.other_rows(4, there, s) for s in range(40)])
+        chosen = torch.stack([ip.edits.other_values.other_rows(4, there, s) for s in range(40)])
         assert chosen.max() < there
         assert set(chosen.flatten().tolist()) == set(range(there))
         if there > 1:
             assert not (chosen == torch.arange(4)).any()
     source = cached("gpt2", rows=5)
     found = values(ip.resample("resid_post", source, layer=1, seed=3))["resid_post", 1]
-    assert torch.equal(found, source[ip.edits.reference.other_rows(3, 5, 3)])
+    assert torch.equal(found, source[ip.edits.other_values.other_rows(3, 5, 3)])
 
 
 def test_a_mean_over_a_padded_batch_leaves_padding_out() -> None:
