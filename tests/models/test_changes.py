@@ -166,6 +166,16 @@ def own_forward(module: Any) -> None:
     part.forward = types.MethodType(forward, part)
 
 
+def forward_of_a_leaf(part: nn.Module) -> None:
+    """As libraries do that move weights: another forward, whose arguments have other names."""
+    old = part.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return old(x).flip(-1)  # type: ignore[no-any-return]
+
+    part.forward = forward  # type: ignore[method-assign]
+
+
 def larger_eps(module: Any) -> None:
     for part in module.modules():
         if hasattr(part, "variance_epsilon"):
@@ -202,6 +212,8 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a forward that takes anything": ("llama", wrap_forward),
     "a forward that shows its receiver": ("llama", replace_forward),
     "a forward of one's own": ("llama", own_forward),
+    "a leaf's forward of its own": ("llama", lambda m: forward_of_a_leaf(block(m).mlp.down_proj)),
+    "an unembedding's forward of its own": ("llama", lambda m: forward_of_a_leaf(m.lm_head)),
     "another epsilon": ("llama", larger_eps),
     "another multiplier": ("granite", lambda m: setattr(block(m), "residual_multiplier", 0.7)),
     "a hook of somebody else": ("gpt2", lambda m: block(m).mlp.register_forward_hook(shift)),
@@ -295,6 +307,19 @@ def test_a_sweep_is_one_forward_per_cell_after_every_change(change: str) -> None
         assert float((before[:both] - wanted[:both]).abs().max()) > 1e-2
     size = float(wanted.abs().max())
     assert float((swept(model) - wanted).abs().max()) < 1e-4 * size
+
+
+@torch.no_grad()
+def test_a_forward_that_is_put_into_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries of faster kernels do; this one looks ahead, so that an old proof would not hold."""
+    model = used("llama")
+    before = swept_by_hand(model.module)
+    mlp = type(block(model.module).mlp)
+    old = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda self, x: old(self, x) + x.cumsum(1).flip(1))
+    wanted = swept_by_hand(model.module)
+    assert float((before - wanted).abs().max()) > 1e-2
+    assert float((swept(model) - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
 
 
 def test_an_adapter_is_in_what_is_read() -> None:

@@ -107,6 +107,27 @@ def test_a_text_that_goes_on_from_a_given_cache_is_one_and_one_that_goes_back_is
         assert off(value, whole(model, tokens, POST)[POST]) < BOUND
 
 
+def test_rows_that_join_share_what_one_row_began_and_fewer_rows_are_a_text_of_their_own() -> None:
+    from transformers import DynamicCache
+
+    model, ids = built("llama")
+    kept = DynamicCache(config=model.config)
+    sites = [POST, "blocks.1.attn.hook_pattern"]
+    both = torch.cat([ids[:1, :4].expand(2, 4), ids[:, 4:6]], 1)
+    with torch.no_grad(), model.record(sites) as cache:
+        model.module(input_ids=both[:1, :4], past_key_values=kept)
+        kept.batch_repeat_interleave(2)
+        model.module(input_ids=both[:, 4:], past_key_values=kept)
+        kept.batch_select_indices(torch.tensor([1]))
+        kept_row = torch.cat([both[1:], ids[1:, 6:]], 1)
+        model.module(input_ids=kept_row[:, 6:], past_key_values=kept)
+    for site in sites:
+        shared, alone = cache.calls(site)
+        assert off(shared, model.run_with_cache(both, names_filter=site)[1][site]) < BOUND
+        one = model.run_with_cache(kept_row, names_filter=site)[1][site]
+        assert off(alone, one[:, 6:] if site == POST else one[:, :, 6:]) < BOUND
+
+
 def test_calls_of_a_module_within_a_pass_are_texts_of_their_own() -> None:
     module: Any = tiny.build("albert", "masked")
     model = ip.wrap(module)

@@ -79,6 +79,11 @@ class Text:
             return self
         return replace(self, pieces=list(self.pieces))
 
+    def takes(self, part: Tensor) -> bool:
+        """Whether a part can go on from it: as many rows, or more where one row began for all."""
+        before = self.pieces[-1].tensor.shape[:1] if self.pieces and self.axis else (1,)
+        return before in ((1,), part.shape[:1])
+
     def end_at(self, limit: int) -> None:
         """Forget what is known from a position on: it comes anew, or was taken back."""
         assert self.axis is not None
@@ -106,7 +111,11 @@ class Text:
                 sizes = (first, end - first - found[at].shape[-1])
                 if any(sizes):
                     found[at] = torch.nn.functional.pad(found[at], sizes, value=unseen)
-        return found[0] if len(found) == 1 else torch.cat(found, dim=self.axis or 0)
+        if len(found) == 1:
+            return found[0]
+        if self.axis:  # what began in one row is that of all
+            found = [part.expand(found[-1].shape[:1] + part.shape[1:]) for part in found]
+        return torch.cat(found, dim=self.axis or 0)
 
 
 class Recording(Scope):
@@ -170,7 +179,7 @@ class Recording(Scope):
         now = point.where.text
         same = (x for x in reversed(texts) if x.call == point.call and x.where.text is now)
         before = next(same, None) or next((x for x in texts[::-1] if x.call == point.call), None)
-        text = None if before is None else before.continued(point)
+        text = None if before is None or not before.takes(part) else before.continued(point)
         if before is None or text is not before:
             if before is not None and before.where.prompt is None:
                 before.settle(self.model)

@@ -1,12 +1,12 @@
 """The stamp: what is known of a module rests on it, and it is compared when a hooked run begins.
 
 Names, call counts and what discovery found hold as long as the same parts of the same classes sit at
-the same places, with the same forwards, and parameters of the same kinds, shapes and dtypes. Not the
-same parameters: offloading puts others in with every run, and a stamp keeps no weights alive. Parts
-are held, for the id of one that is gone may be another's.
+the same places, with the same forwards (their classes' and their own), and parameters of the same
+kinds, shapes and dtypes. Not the same parameters: offloading puts others in with every run, and a
+stamp keeps no weights alive. Parts are held, for the id of one that is gone may be another's.
 
-Every hooked run compares, in C as far as that goes: all parts, and the parameters of those modules
-whose sites it asks for. What looks at weights compares all parameters.
+Every hooked run compares, in C as far as that goes: all parts, and the parameters and own forwards of
+those modules whose sites it asks for. What looks at weights compares those of all modules.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from interpose.taps.bypass import Bypass
 
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_FORWARD = attrgetter("forward")
 _LOOK = attrgetter("__class__", "dtype", "shape")
 _GET: Callable[[Any, str], Any] = dict.get
 
@@ -35,15 +36,18 @@ class Stamp:
         self._holders = [module for module in modules if module._parameters]
         self._children = self._parts()
         self._kinds = list(map(type, self._wholes + self._holders))
+        self._classes = list(dict.fromkeys(map(type, modules)))
+        self._written = list(map(_FORWARD, self._classes))
         self._forwards = list(map(_without_bypass, self._own_forwards()))
         self._counts = list(map(len, map(_PARAMETERS, self._holders)))
-        self._looks = {id(module): _looks(module) for module in self._holders}
+        self._modules = modules
+        self._looks = {id(module): _looks(module) for module in modules}
 
     def _parts(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, map(_CHILDREN, self._wholes))))
 
     def _own_forwards(self) -> list[Any]:
-        """What stands in modules' own forward slots; mostly nothing."""
+        """What stands in the own forward slots of modules with parts; mostly nothing."""
         return list(map(_GET, map(vars, self._wholes), repeat("forward")))
 
     def holds(self) -> bool:
@@ -52,6 +56,7 @@ class Stamp:
             self._parts() == self._children
             and list(map(type, self._wholes + self._holders)) == self._kinds
             and list(map(len, map(_PARAMETERS, self._holders))) == self._counts
+            and list(map(_FORWARD, self._classes)) == self._written
             and self._forwards_hold()
         )
 
@@ -60,8 +65,8 @@ class Stamp:
         return now == self._forwards or list(map(_without_bypass, now)) == self._forwards
 
     def holds_for(self, modules: Iterable[nn.Module] | None = None) -> bool:
-        """Whether the parameters of some modules (by default all) look the same."""
-        for module in self._holders if modules is None else modules:
+        """Whether the parameters and own forwards of some modules (by default all) look the same."""
+        for module in self._modules if modules is None else modules:
             looks = self._looks.get(id(module))
             if looks is not None and _looks(module) != looks:
                 return False
@@ -69,7 +74,9 @@ class Stamp:
 
 
 def _looks(module: nn.Module) -> list[Any]:
-    return [p if p is None else _LOOK(p) for p in module._parameters.values()]
+    """A module's own forward, and the kind of each of its parameters."""
+    looks = [p if p is None else _LOOK(p) for p in module._parameters.values()]
+    return [_without_bypass(vars(module).get("forward")), *looks]
 
 
 def _without_bypass(forward: Any) -> Any:
