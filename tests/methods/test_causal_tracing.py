@@ -208,7 +208,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
         ip.NothingSelected, match=r"'Trevi' is not in text 0, whose tokens are \['The', ' Eiffel'"
     ):
         ip.causal_tracing(model, text, subject="Trevi")
-    with pytest.raises(IndexError, match="position 9 of a text with 5 tokens"):
+    with pytest.raises(IndexError, match="pos 9 is not there: text 0 has positions 0 to 4"):
         ip.causal_tracing(model, text, subject=[9])
     with pytest.raises(ValueError, match=r"the subject has no positions: \[\]"):
         ip.causal_tracing(model, text, subject=[])

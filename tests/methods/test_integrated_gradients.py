@@ -217,7 +217,7 @@ def test_nothing_is_left_behind() -> None:
     assert model.sites
     before, state = hooks_on(module), torch.get_rng_state()
     with torch.no_grad():
-        found = ip.integrated_gradients(model, tokens, metric=METRIC, steps=3, site="z", layers=[1])
+        found = ip.integrated_gradients(model, tokens, metric=METRIC, steps=3, site="z", layer=[1])
     assert found.values.abs().max() > 0
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
     assert hooks_on(module) == before

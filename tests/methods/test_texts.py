@@ -135,7 +135,7 @@ MEANS: dict[str, Method] = {
         ip.direct_logit_attribution(m, a, answer=20, by="head").values
     ),
     "edge_attribution": lambda m, a, b: ip.edge_attribution(m, a, b, metric=LEAD).values,
-    "function_vector": lambda m, a, b: ip.function_vector(m, a, heads=[(0, 1), (1, 0)]).parts,
+    "function_vector": lambda m, a, b: ip.function_vector(m, a, head=[(0, 1), (1, 0)]).parts,
     "gradient_times_activation": gradient(ip.gradient_times_activation),
     "integrated_gradients": gradient(ip.integrated_gradients, steps=2),
     "path_patching": lambda m, a, b: ip.path_patching(m, a, b, metric=LEAD).values,
@@ -193,7 +193,7 @@ def test_statistics_count_each_token_of_each_text_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_max_activating_finds_the_same_places(kind: str) -> None:
-    model, options = model_of(kind), {"layer": 1, "units": [4, 9], "k": 30, "progress": False}
+    model, options = model_of(kind), {"layer": 1, "neuron": [4, 9], "k": 30, "progress": False}
     alone = functools.reduce(
         lambda one, other: one.merge(other), [ip.max_activating(model, t, **options) for t in CLEAN]
     )
@@ -209,11 +209,11 @@ def test_max_activating_finds_the_same_places(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_scores_have_no_padding_among_their_queries(kind: str) -> None:
     model = model_of(kind)
-    alone = [ip.head_scores(model, "previous", text=text) for text in CLEAN]
+    alone = [ip.head_scores(model, "previous", texts=text) for text in CLEAN]
     queries = [score.protocol["queries"] for score in alone]
     wanted = sum(score.values * count for score, count in zip(alone, queries)) / sum(queries)
     for form in forms(model):
-        found = ip.head_scores(model, "previous", text=formed(model, form, CLEAN))
+        found = ip.head_scores(model, "previous", texts=formed(model, form, CLEAN))
         assert found.protocol["queries"] == sum(queries), form
         assert close(found.values, wanted), form
 
