@@ -210,10 +210,10 @@ def test_nothing_is_left_behind() -> None:
             "over names some of site, layer, head, neuron, pos, each once; got",
         ),
         ({"site": ["z", "q"], "over": "layer"}, "several sites need over=('site', ...)."),
-        ({"site": "z", "layer": [7]}, "z is in layers [0, 1, 2], and not in layer 7."),
+        ({"site": "z", "layer": [7]}, "layer 7 is not there: z has layers 0 to 2."),
         (
             {"site": "z", "layer": []},
-            "layer is empty: z is in layers [0, 1, 2]; None means all.",
+            "layer is empty: z has layers 0 to 2; None means all.",
         ),
         ({"layer": [0]}, "embed: in no layer, so that layer=... means nothing."),
         (

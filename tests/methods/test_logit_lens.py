@@ -194,7 +194,7 @@ def test_wrong_arguments_say_what_to_write(pocket: ip.TransformerModel) -> None:
         ip.logit_lens(pocket, TEXT, logits_of=[])
     with pytest.raises(ValueError, match="pos is empty"):
         ip.logit_lens(pocket, TEXT, pos=[])
-    with pytest.raises(IndexError, match="and not in layer 7"):
+    with pytest.raises(IndexError, match="layer 7 is not there"):
         ip.logit_lens(pocket, TEXT, layer=[7])
     with pytest.raises(IndexError, match="pos 14 is not there: text 0 has positions 0 to 13"):
         ip.logit_lens(pocket, TEXT, pos=14)
