@@ -262,7 +262,7 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"site": "z"}, ValueError, "Say which head: head=0"),
         ({"site": "pattern"}, ValueError, "Choose another site"),
-        ({"neuron": [9999]}, IndexError, "no unit 9999"),
+        ({"neuron": [9999]}, IndexError, "neuron 9999 is not there"),
         ({"direction": torch.ones(3)}, ValueError, r"direction is \[3\]"),
         ({"neuron": [0], "direction": torch.ones(3)}, ValueError, "not both"),
         ({"k": 0}, ValueError, "k at least 1"),

@@ -125,7 +125,9 @@ def test_layers_are_counted_from_the_end_too() -> None:
 def test_layers_that_are_not_there_are_refused(layers: list[int]) -> None:
     with pytest.raises(IndexError) as caught:
         checked("gpt2", layer=layers)
-    assert str(caught.value) == f"layer {layers[-1]}: GPT2LMHeadModel has 2 layers (0 to 1)."
+    assert (
+        str(caught.value) == f"layer {layers[-1]} is not there: GPT2LMHeadModel has layers 0 to 1."
+    )
 
 
 def test_no_layers_at_all_are_refused() -> None:

@@ -42,8 +42,9 @@ def entries(
         given = given.tolist()
     asked: list[Any] = [given] if isinstance(given, (int, str, float)) else list(given)
     for one in asked:
-        if not isinstance(one, int) or isinstance(one, bool):
+        if not hasattr(one, "__index__") or isinstance(one, bool):
             raise TypeError(f"{PLURAL[word]} are whole numbers; got {one!r}.")
+    asked = [int(one) for one in asked]
     if not asked:
         raise IndexError(f"{word} is empty: {of} has {listed(word, known)}; None means all.")
     for one in asked:
