@@ -39,7 +39,7 @@ def methods() -> dict[str, Callable[[Any], Any]]:
         "attention_knockout": lambda m: ip.attention_knockout(
             m, CLEAN, metric=LEAD, query=-1, key=9
         ),
-        "attention_patterns": lambda m: ip.attention_patterns(m, CLEAN, layers=[5]),
+        "attention_patterns": lambda m: ip.attention_patterns(m, CLEAN, layer=[5]),
         "head_scores": lambda m: ip.head_scores(m, "induction", batch=2),
         "attribution_patching": lambda m: ip.attribution_patching(m, *many, metric=LEAD, verify=3),
         "gradient": lambda m: ip.attribution_patching(m, *pair, metric=LEAD, rule="gradient"),
@@ -61,16 +61,16 @@ def methods() -> dict[str, Callable[[Any], Any]]:
             m,
             [CLEAN, CORRUPT] * 4,
             [CORRUPT, CLEAN] * 4,
-            targets=[" John", " Mary"] * 4,
+            answer=[" John", " Mary"] * 4,
             layer=3,
             pos=9,
             steps=3,
         ),
         "max_activating": lambda m: ip.max_activating(
-            m, [CLEAN, CORRUPT], layer=3, units=[1, 2], progress=False
+            m, [CLEAN, CORRUPT], layer=3, neuron=[1, 2], progress=False
         ),
         "function_vector": lambda m: ip.function_vector(
-            m, ["The capital of France is"], ["The currency of France is"], answers=[" Paris"]
+            m, ["The capital of France is"], ["The currency of France is"], answer=[" Paris"]
         ),
         "patchscope": lambda m: ip.patchscope(
             m, CLEAN, CORRUPT, source_pos=9, target_pos=9, answer=" Mary"

@@ -36,9 +36,7 @@ def main(length: int = 32, rounds: int = 11) -> None:
     pair = (model, clean, corrupt)
     last = [length - 1]
     methods: dict[str, Callable[[], Any]] = {
-        "logit lens, all layers, last position": lambda: ip.logit_lens(
-            model, clean, positions=last
-        ),
+        "logit lens, all layers, last position": lambda: ip.logit_lens(model, clean, pos=last),
         "logit lens, all layers and positions, logits of two answers": lambda: ip.logit_lens(
             model, clean, logits_of=[5, 7]
         ),

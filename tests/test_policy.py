@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import interpose as ip
+from scripts import exports_page
 
 PACKAGE = Path(ip.__file__).parent
 # From the bottom up; a layer imports only layers before it. `errors` and `render` know nothing of
@@ -149,7 +153,12 @@ METHODS = [p for p in (PACKAGE / "methods").glob("*.py") if p.stem not in ("__in
 def test_methods_of_the_field_use_the_public_surface_alone() -> None:
     """Each can be pasted into a notebook: it imports what users can, and uses nothing private."""
     assert len(METHODS) >= 20
-    allowed = ("interpose.render", "interpose.results.", "interpose.methods.")
+    allowed = (
+        "interpose.render",
+        "interpose.results.",
+        "interpose.methods.",
+        "interpose.models.selection",
+    )
     for path in METHODS:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("interpose"):
@@ -171,3 +180,141 @@ def test_every_method_has_a_page_and_a_test() -> None:
     for page in (root / "docs" / "methods").glob("*.md"):
         assert f"methods/{page.name}" in listed
         assert "**Evidence for**" in page.read_text(), f"{page.name}: what is it evidence for?"
+
+
+def test_the_page_of_names_has_each_once_in_groups() -> None:
+    grouped = [name for names in exports_page.groups().values() for name in names]
+    assert sorted(grouped) == ip.__all__
+    assert exports_page.PAGE.read_text() == exports_page.page(), (
+        "run python -m scripts.exports_page"
+    )
+
+
+# One word for one idea in all public signatures: what is said instead of these is in CONTRIBUTING.md.
+SYNONYMS = {
+    "text": "texts",
+    "prompt": "texts",
+    "prompts": "texts",
+    "layers": "layer",
+    "heads": "head",
+    "position": "pos",
+    "positions": "pos",
+    "neurons": "neuron",
+    "units": "neuron",
+    "sites": "site",
+    "right": "answer",
+    "answers": "answer",
+    "target": "answer",
+    "targets": "answer",
+    "wrong": "instead",
+    "max_batch": "batch_size",
+    "chunk": "batch_size",
+    "chunk_size": "batch_size",
+}
+# TransformerLens's own words, and a number of features that is no choice of any.
+EXEMPT = {
+    ("StandingHooks.remove_all_hook_fns", "direction"),
+    ("StandingHooks.reset_hooks", "direction"),
+    ("Rotation", "units"),
+}
+NOT_YET = {
+    ("Controller", "sites"),
+    ("Detector", "sites"),
+    ("Edit", "sites"),
+    ("Handle.matches", "direction"),
+    ("Hook", "sites"),
+    ("Hook.must_fire", "direction"),
+    ("Model.kept_of", "text"),
+    ("NaNGuard", "sites"),
+    ("NaNGuard.must_fire", "direction"),
+    ("ShapeLog", "sites"),
+    ("Statistics", "sites"),
+    ("TransformerModel.kept_of", "text"),
+    ("ablation", "heads"),
+    ("ablation", "layers"),
+    ("ablation", "neurons"),
+    ("ablation", "positions"),
+    ("activation_patching", "direction"),
+    ("activation_patching", "heads"),
+    ("activation_patching", "layers"),
+    ("activation_patching", "positions"),
+    ("activation_statistics", "sites"),
+    ("add", "sites"),
+    ("at", "sites"),
+    ("attention_knockout", "heads"),
+    ("attention_knockout", "layers"),
+    ("attention_knockout", "text"),
+    ("causal_tracing", "layers"),
+    ("causal_tracing", "positions"),
+    ("causal_tracing", "text"),
+    ("clamp", "sites"),
+    ("clip_grad", "sites"),
+    ("direct_logit_attribution", "layers"),
+    ("direct_logit_attribution", "text"),
+    ("feature_maps", "sites"),
+    ("fill", "sites"),
+    ("gradient_health", "sites"),
+    ("knockout", "sites"),
+    ("mean", "sites"),
+    ("noise", "sites"),
+    ("noise_grad", "sites"),
+    ("patch", "sites"),
+    ("patchscope", "target"),
+    ("project_cap", "sites"),
+    ("project_out", "sites"),
+    ("resample", "sites"),
+    ("rotate", "sites"),
+    ("scale", "sites"),
+    ("scale_grad", "sites"),
+    ("skip", "sites"),
+    ("sweep", "direction"),
+    ("sweep", "heads"),
+    ("sweep", "layers"),
+    ("sweep", "neurons"),
+    ("sweep", "positions"),
+    ("zero", "sites"),
+}
+"""Arguments that still have another name; nothing is added here."""
+
+
+def signatures() -> Iterator[tuple[str, inspect.Signature]]:
+    """Those of exported functions, of methods of exported classes, and of classes that users make: not of results."""
+    for name in ip.__all__:
+        made = getattr(ip, name)
+        if inspect.isfunction(made):
+            yield name, inspect.signature(made)
+        if not inspect.isclass(made) or issubclass(made, Exception):
+            continue
+        if issubclass(made, (ip.Hook, ip.at, ip.Rotation, ip.Experiment, ip.Model)):
+            yield name, inspect.signature(made)
+        for owner in made.__mro__:
+            if owner.__module__.startswith("interpose."):
+                for method, held in vars(owner).items():
+                    plain = getattr(held, "__func__", held)
+                    if inspect.isfunction(plain) and (method == "__call__" or method[0] != "_"):
+                        yield f"{owner.__name__}.{method}", inspect.signature(plain)
+
+
+def words_of(signature: inspect.Signature) -> set[str]:
+    def is_text(parameter: Any) -> bool:
+        return "str" in str(parameter.annotation) or isinstance(parameter.default, str)
+
+    return {
+        name
+        for name, parameter in signature.parameters.items()
+        if name in SYNONYMS or (name == "direction" and is_text(parameter))
+    }
+
+
+def test_one_idea_has_one_word_in_every_public_signature() -> None:
+    found = {(name, word) for name, made in signatures() for word in words_of(made)}
+    new = found - EXEMPT - NOT_YET
+    assert not new, {f"{name}({word}=)": SYNONYMS.get(word, "patch") for name, word in new}
+    everything = dict(signatures())
+    assert {"TransformerModel.check", "sweep", "at", "zero", "TunedLens.__call__"} <= set(
+        everything
+    )
+    assert words_of(inspect.signature(lambda text, layer, direction="noise": None)) == {
+        "text",
+        "direction",
+    }

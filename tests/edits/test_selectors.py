@@ -75,7 +75,8 @@ def test_plain_modules_count_layers_by_the_number_in_their_name() -> None:
         "2.1",
     ]
     with pytest.raises(
-        IndexError, match=r"at\('\*\.1', layer=5\): layer 5; the model has layers 0 to 2"
+        IndexError,
+        match=r"at\('\*\.1', layer=5\): layer 5 is not there: the model has layers 0 to 2",
     ):
         model.run_with_cache(x, names_filter=ip.at("*.1", layer=5))
     with pytest.raises(ip.NothingMatched, match=r"'0\.1' has sites in layers 0\."):
@@ -91,7 +92,10 @@ def test_sites_that_are_not_there_are_refused_with_what_is() -> None:
         return str(caught.value)
 
     assert error(ip.at("zz", layer=1)).startswith("no site 'blocks.1.hook_zz'")
-    assert error(ip.at("z", layer=3)) == "at('z', layer=3): layer 3; the model has layers 0 to 2."
+    assert (
+        error(ip.at("z", layer=3))
+        == "at('z', layer=3): layer 3 is not there: the model has layers 0 to 2."
+    )
     assert error(ip.at("z", layer=1, exclude={"layer": 1})) == (
         "at('z', layer=1, exclude={'layer': 1}) excludes every site that it selects: "
         "blocks.1.attn.hook_z."
@@ -100,10 +104,14 @@ def test_sites_that_are_not_there_are_refused_with_what_is() -> None:
         "at('resid_post', layer=1, head=1): 'blocks.1.hook_resid_post' has no axis of heads: it is "
         "('batch', 'pos', 'd_model')."
     )
-    assert error(ip.at("z", layer=1, head=[1, 4])).endswith("'blocks.1.attn.hook_z' has 4 heads.")
-    assert error(ip.at("z", layer=1, rows=3)).endswith("'blocks.1.attn.hook_z' has 3 rows.")
+    assert error(ip.at("z", layer=1, head=[1, 4])).endswith(
+        "head 4 is not there: 'blocks.1.attn.hook_z' has heads 0 to 3."
+    )
+    assert error(ip.at("z", layer=1, rows=3)).endswith(
+        "rows 3 is not there: 'blocks.1.attn.hook_z' has rows 0 to 2."
+    )
     assert error(ip.at("z", layer=1, neuron=torch.ones(5).bool())).endswith(
-        "a mask of 5 units; 'blocks.1.attn.hook_z' has 8 units."
+        "a mask of 5 neurons; 'blocks.1.attn.hook_z' has 8 neurons."
     )
     assert error(ip.at("z", layer=1, pos=torch.ones(2, 5).bool())).endswith(
         "a mask of shape (2, 5); 'blocks.1.attn.hook_z' has 3 rows of 6 positions."

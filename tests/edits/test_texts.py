@@ -21,9 +21,9 @@ def pieces(model: Any, tokens: Tensor) -> list[list[str]]:
 
 
 def spans(row: list[str], text: str) -> list[range]:
-    """Every run of tokens that together are a text."""
+    """Every run of tokens that together are a text, or a space and the text."""
     every = [range(i, j) for i in range(len(row)) for j in range(i + 1, len(row) + 1)]
-    return [span for span in every if "".join(row[k] for k in span) == text]
+    return [span for span in every if "".join(row[k] for k in span) in (text, f" {text}")]
 
 
 def value(model: Any, given: dict[str, Tensor], *hooks: ip.Edit) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_text_that_is_not_there_is_shown_the_tokens() -> None:
     shown = model.to_str_tokens("the cat sat")
     assert str(caught.value) == (
         f"zero('z', layer=1, pos=' dog'): ' dog' is not in row 0, whose tokens are {shown}.\n  A text is one "
-        "or more whole tokens; most tokenizers have words with the space before them (' Paris')."
+        "or more whole tokens, with or without the space in front; positions may also be numbers."
     )
     for wrong, kind, said in (
         ([" cat", 3], TypeError, "pos is numbers or texts, not both"),

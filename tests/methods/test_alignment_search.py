@@ -63,7 +63,7 @@ def test_a_planted_direction_is_found_and_placebos_find_nothing() -> None:
     base, source, targets = pairs()
     before, logits = state_of(module), module(base).logits
     assert (logits[:, -1].argmax(-1) == YES).tolist() == (base[:, -1] < 16).tolist()
-    found = alignment_search(model, base, source, targets=targets, layer=0, steps=60, lr=0.05)
+    found = alignment_search(model, base, source, answer=targets, layer=0, steps=60, lr=0.05)
     assert same_state(before, state_of(module))
     assert float((found.directions[0, 0, 0] @ direction).abs()) > 0.95
     assert found.at(layer=0, pos=-1) >= 0.95
@@ -73,10 +73,10 @@ def test_a_planted_direction_is_found_and_placebos_find_nothing() -> None:
     losses = found.losses[0, 0]
     assert losses.shape == (60,)
     assert losses[-5:].mean() < 0.75 * losses[:5].mean()
-    again = alignment_search(model, base, source, targets=targets, layer=0, steps=60, lr=0.05)
+    again = alignment_search(model, base, source, answer=targets, layer=0, steps=60, lr=0.05)
     assert torch.equal(again.directions, found.directions)
     assert torch.equal(again.losses, found.losses)
-    other = alignment_search(model, base, source, targets=targets, layer=0, steps=2, seed=1)
+    other = alignment_search(model, base, source, answer=targets, layer=0, steps=2, seed=1)
     assert other.held_out != found.held_out
 
 
@@ -85,7 +85,7 @@ def test_against_one_token_the_search_finds_the_same() -> None:
     base, source, targets = pairs()
     instead = [YES + NO - target for target in targets]
     found = alignment_search(
-        ip.wrap(module), base, source, targets=targets, instead=instead, layer=1, steps=60, lr=0.05,
+        ip.wrap(module), base, source, answer=targets, instead=instead, layer=1, steps=60, lr=0.05,
         placebo=False,
     )  # fmt: skip
     assert float((found.directions[0, 0, 0] @ direction).abs()) > 0.95
@@ -117,7 +117,7 @@ def test_accuracies_are_those_of_raw_hooks(name: str) -> None:
         targets = module(source).logits[:, -1].argmax(-1).tolist()
     assert len(set(targets)) > 1
     found = alignment_search(
-        ip.wrap(module), base, source, targets=targets, layer=[0, 2], pos=[5, -1], dimensions=2,
+        ip.wrap(module), base, source, answer=targets, layer=[0, 2], pos=[5, -1], dimensions=2,
         steps=4, held_out=[1, 4, 7, 8], batch_size=3,
     )  # fmt: skip
     held = [1, 4, 7, 8]
@@ -148,7 +148,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_whole_model() -> None:
     with torch.no_grad():
         targets = module(source).logits[:, -1].argmax(-1)
     found = alignment_search(
-        model, base, source, targets=targets.tolist(), layer=1, pos=5, steps=1, lr=0.1, held_out=[3],
+        model, base, source, answer=targets.tolist(), layer=1, pos=5, steps=1, lr=0.1, held_out=[3],
         placebo=False,
     )  # fmt: skip
     turn = ip.Rotation(model.cfg.d_model, k=1)
@@ -191,7 +191,7 @@ def test_the_number_of_the_subject_is_one_direction_in_pocket() -> None:
     model = ip.load("pocket")
     base, source, targets, instead = agreement()
     found = ip.alignment_search(
-        model, base, source, targets=targets, instead=instead, layer=4, steps=25, lr=0.05
+        model, base, source, answer=targets, instead=instead, layer=4, steps=25, lr=0.05
     )
     assert found.at(layer=4, pos=-1) >= 0.9
     assert found.baselines["random"].item() < 0.75
@@ -209,7 +209,7 @@ def test_the_result_is_data_and_a_page() -> None:
     module, _ = planted()
     base, source, targets = pairs(16)
     found = alignment_search(
-        ip.wrap(module), base, source, targets=targets, layer=[0, 1], pos=[-1, 2], steps=2
+        ip.wrap(module), base, source, answer=targets, layer=[0, 1], pos=[-1, 2], steps=2
     )
     again = Alignment.from_dict(json.loads(json.dumps(found.to_dict())))
     assert torch.equal(again.directions, found.directions)
@@ -224,7 +224,7 @@ def test_the_result_is_data_and_a_page() -> None:
         found.edit({}, layer=9)
     cache = ip.wrap(module).run_with_cache(source, names_filter="resid_post")[1]
     assert repr(found.edit(cache, layer=1, pos=2)).endswith("layer=1, pos=2)")
-    single = alignment_search(ip.wrap(module), base, source, targets=targets, layer=0, steps=2)
+    single = alignment_search(ip.wrap(module), base, source, answer=targets, layer=0, steps=2)
     assert "learned" in repr(single)
 
 
@@ -233,25 +233,25 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
     model = ip.wrap(module)
     base, source, targets = pairs(8)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"targets": [YES] * 8}, "all pairs have the same target"),
-        ({"targets": targets[:3]}, "3 targets for 8 pairs"),
-        ({"targets": targets, "held_out": 1.0}, "leaves none to train on"),
-        ({"targets": targets, "held_out": [99]}, "names one that is not there"),
-        ({"targets": targets, "steps": 0}, "steps is at least 1"),
+        ({"answer": [YES] * 8}, "all pairs have the same target"),
+        ({"answer": targets[:3]}, "3 targets for 8 pairs"),
+        ({"answer": targets, "held_out": 1.0}, "leaves none to train on"),
+        ({"answer": targets, "held_out": [99]}, "names one that is not there"),
+        ({"answer": targets, "steps": 0}, "steps is at least 1"),
     ]
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             alignment_search(model, base, source, layer=0, **options)
     with pytest.raises(ValueError, match="give base and source"):
-        alignment_search(model, base, None, targets=targets, layer=0)
+        alignment_search(model, base, None, answer=targets, layer=0)
     with pytest.raises(IndexError, match="layers 0 to 1"):
-        alignment_search(model, base, source, targets=targets, layer=7)
+        alignment_search(model, base, source, answer=targets, layer=7)
 
 
 def test_places_and_pairs_that_cannot_be_searched_are_refused() -> None:
     model = ip.wrap(tiny.build("gpt2", layers=2).requires_grad_(False))
     base, source = pair(4)
-    search = partial(alignment_search, model, base, source, targets=[1, 2, 3, 4], steps=1)
+    search = partial(alignment_search, model, base, source, answer=[1, 2, 3, 4], steps=1)
     with pytest.raises(ValueError, match="leaves none to train on or to judge by"):
         search(layer=1, held_out=[])
     with pytest.raises(
@@ -267,6 +267,6 @@ def test_padding_is_not_seen() -> None:
     model = speaking("llama").requires_grad_(False)
     texts = pair(6, 8, 3)
     padded = [torch.cat([torch.full((6, 3), PAD), rows], 1) for rows in texts]
-    search = partial(alignment_search, targets=list(range(6)), layer=1, steps=3, placebo=False)
+    search = partial(alignment_search, answer=list(range(6)), layer=1, steps=3, placebo=False)
     one, other = (search(model, *given) for given in (padded, texts))
     torch.testing.assert_close(one.losses, other.losses, rtol=1e-4, atol=1e-4)

@@ -174,7 +174,7 @@ def test_layers_without_attention_are_no_layers_of_it() -> None:
     model = ip.wrap(tiny.build("jamba", layers=3).requires_grad_(False))
     found = ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, window=3)
     assert found.axes["layer"] == [0, 2]
-    with pytest.raises(IndexError, match=r"attention is in layers \[0, 2\], and not in layer 1"):
+    with pytest.raises(IndexError, match="layer 1 is not there: attention has layers 0, 2"):
         ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, layers=[1])
 
 

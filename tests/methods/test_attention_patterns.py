@@ -67,7 +67,7 @@ def test_only_the_layers_asked_for_leave_the_fused_kernel(
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    some = ip.attention_patterns(pocket, PROMPT, layers=[2, 4], heads=[5, -2])
+    some = ip.attention_patterns(pocket, PROMPT, layer=[2, 4], head=[5, -2])
     assert fused in (3, 5)  # layers 0, 1, 3, and 5, 6 unless the run ends before them
     assert some.axes["layer"] == [2, 4]
     assert some.axes["head"] == [5, 4]
@@ -146,7 +146,7 @@ def test_tokens_on_the_page_are_escaped() -> None:
 
 
 def test_it_prints_a_line_for_each_head_and_is_saved(patterns: AttentionPatterns, pocket: Any) -> None:  # fmt: skip
-    some = ip.attention_patterns(pocket, PROMPT, layers=5)
+    some = ip.attention_patterns(pocket, PROMPT, layer=5)
     lines = repr(some).splitlines()
     assert lines[0] == "Attention patterns of 1 layers, 14 tokens"
     assert lines[4].split("  ")[0] == "head"
@@ -169,9 +169,9 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
     with pytest.raises(ValueError, match="draws one text; got 2"):
         ip.attention_patterns(pocket, [PROMPT, PROMPT])
     with pytest.raises(IndexError, match="the model has heads 0 to 5"):
-        ip.attention_patterns(pocket, PROMPT, heads=6)
-    with pytest.raises(IndexError, match=r"attention is in layers .*, and not in layer 7"):
-        ip.attention_patterns(pocket, PROMPT, layers=[7])
+        ip.attention_patterns(pocket, PROMPT, head=6)
+    with pytest.raises(IndexError, match=r"layer 7 is not there: attention has"):
+        ip.attention_patterns(pocket, PROMPT, layer=[7])
     with pytest.raises(ip.NothingMatched):
         ip.attention_patterns(ip.wrap(tiny.build("mamba")), TOKENS)
     pocket.train()

@@ -47,22 +47,31 @@ def pearson(one: Tensor, other: Tensor) -> float:
 # Identities.
 
 
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def in_a_sweep(options: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments in the words of `ip.sweep`."""
+    words = {"layer": "layers", "patch": "direction"}
+    return {
+        words.get(name, name): {"clean": "denoise", "corrupt": "noise"}[value]
+        if name == "patch"
+        else value
+        for name, value in options.items()
+    }
+
+
+@pytest.mark.parametrize("patch", ["clean", "corrupt"])
 @pytest.mark.parametrize("rule", ["gradient", "relp"])
 @pytest.mark.parametrize("site", ["z", "v", "attn_out"])
-def test_it_is_patching_itself_where_the_model_is_linear(
-    direction: str, rule: str, site: str
-) -> None:
+def test_it_is_patching_itself_where_the_model_is_linear(patch: str, rule: str, site: str) -> None:
     model, (clean, corrupt) = straight(), oracle.pair()
     options: dict[str, Any] = {
         "metric": METRIC,
         "site": site,
-        "layers": [1],
-        "direction": direction,
+        "layer": [1],
+        "patch": patch,
     }
     over = ("layer", "pos") if site != "z" else ("layer", "head", "pos")
     found = ip.attribution_patching(model, clean, corrupt, over=over, rule=rule, **options)
-    real = ip.sweep(model, clean, corrupt, over=over, progress=False, **options)
+    real = ip.sweep(model, clean, corrupt, over=over, progress=False, **in_a_sweep(options))
     assert real.effect.abs().max() > 0.1
     torch.testing.assert_close(found.values, real.effect, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.normalised, real.normalised, rtol=1e-4, atol=1e-4)
@@ -72,19 +81,15 @@ def test_noise_is_denoise_turned_round_where_the_model_is_linear() -> None:
     model, (clean, corrupt) = straight(), oracle.pair()
     there, back = (
         ip.attribution_patching(
-            model, clean, corrupt, metric=METRIC, site="z", layers=[1], direction=direction
+            model, clean, corrupt, metric=METRIC, site="z", layer=[1], patch=patch
         )
-        for direction in ("denoise", "noise")
+        for patch in ("clean", "corrupt")
     )
     torch.testing.assert_close(there.each, -back.each, rtol=1e-4, atol=1e-4)
     assert (there.clean, there.corrupt) == (back.clean, back.corrupt)
     for name in TYPES:  # and everywhere: the corrupted text in the place of the clean one
-        one = ip.attribution_patching(
-            wrapped(name), clean, corrupt, metric=METRIC, direction="noise"
-        )
-        other = ip.attribution_patching(
-            wrapped(name), corrupt, clean, metric=METRIC, direction="denoise"
-        )
+        one = ip.attribution_patching(wrapped(name), clean, corrupt, metric=METRIC, patch="corrupt")
+        other = ip.attribution_patching(wrapped(name), corrupt, clean, metric=METRIC, patch="clean")
         torch.testing.assert_close(one.each, other.each)
 
 
@@ -151,17 +156,17 @@ def test_the_plain_gradient_is_what_raw_autograd_gives(name: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
-def test_verified_effects_are_those_of_a_sweep(name: str, direction: str) -> None:
+@pytest.mark.parametrize("patch", ["clean", "corrupt"])
+def test_verified_effects_are_those_of_a_sweep(name: str, patch: str) -> None:
     model, (clean, corrupt) = wrapped(name), oracle.pair()
     options: dict[str, Any] = {
         "metric": METRIC,
         "over": ("layer", "pos"),
         "site": "mlp_out",
-        "direction": direction,
+        "patch": patch,
     }
     found = ip.attribution_patching(model, clean, corrupt, verify=6, **options)
-    real = ip.sweep(model, clean, corrupt, progress=False, **options)
+    real = ip.sweep(model, clean, corrupt, progress=False, **in_a_sweep(options))
     assert len(found.verified) == 6
     assert abs(found.verified[0]["effect"]) > 1e-3
     for place in found.verified:
@@ -274,10 +279,10 @@ def test_other_metrics_work() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"direction": "both"}, "direction is 'denoise' or 'noise'; got 'both'."),
+        ({"patch": "both"}, "patch is 'clean' or 'corrupt'; got 'both'."),
         (
-            {"direction": "noise", "metric": ip.metrics.kl()},
-            "its gradient is zero there: use direction='denoise'.",
+            {"patch": "corrupt", "metric": ip.metrics.kl()},
+            "its gradient is zero there: use patch='clean'.",
         ),
         ({"verify": -1}, "verify is how many places to patch really"),
         ({"rule": "lrp"}, "rule is 'relp', 'gradient', or a list of rules for ip.relp; got 'lrp'."),
@@ -295,11 +300,9 @@ def test_what_cannot_be_done_is_refused(options: dict[str, Any], said: str) -> N
 
 def test_one_text_alone_is_refused() -> None:
     clean, _ = oracle.pair()
-    for direction in ("denoise", "noise"):
+    for patch in ("clean", "corrupt"):
         with pytest.raises(ValueError, match="patching needs two texts, clean and corrupt"):
-            ip.attribution_patching(
-                wrapped("gpt2"), clean, None, metric=METRIC, direction=direction
-            )
+            ip.attribution_patching(wrapped("gpt2"), clean, None, metric=METRIC, patch=patch)
 
 
 def test_results_are_data_and_pages() -> None:

@@ -14,7 +14,7 @@ CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
 LEAD = ip.metrics.logit_difference(" Mary", " John")
 METHODS: dict[str, Callable[..., Any]] = {
-    "logit_lens": lambda m, a, b, **w: ip.logit_lens(m, a, positions=-1, **w),
+    "logit_lens": lambda m, a, b, **w: ip.logit_lens(m, a, pos=-1, **w),
     "direct_logit_attribution": lambda m, a, b, **w: ip.direct_logit_attribution(
         m, a, answer=" Mary", by="head", **w
     ),
@@ -33,7 +33,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "attention_knockout": lambda m, a, b, **w: ip.attention_knockout(
         m, a, metric=LEAD, query=-1, key=" John", **w
     ),
-    "attention_patterns": lambda m, a, b, **w: ip.attention_patterns(m, a, layers=5, **w),
+    "attention_patterns": lambda m, a, b, **w: ip.attention_patterns(m, a, layer=5, **w),
     "attribution_patching": lambda m, a, b, **w: ip.attribution_patching(
         m, a, b, metric=LEAD, over=("layer", "head"), **w
     ),

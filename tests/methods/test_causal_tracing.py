@@ -208,7 +208,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
         ip.NothingSelected, match=r"'Trevi' is not in text 0, whose tokens are \['The', ' Eiffel'"
     ):
         ip.causal_tracing(model, text, subject="Trevi")
-    with pytest.raises(IndexError, match="position 9 of a text with 5 tokens"):
+    with pytest.raises(IndexError, match="pos 9 is not there: text 0 has positions 0 to 4"):
         ip.causal_tracing(model, text, subject=[9])
     with pytest.raises(ValueError, match=r"the subject has no positions: \[\]"):
         ip.causal_tracing(model, text, subject=[])
@@ -220,7 +220,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
         ip.causal_tracing(model, [text, text], subject=1)
     with pytest.raises(ValueError, match="samples and window are at least 1; got 0 and 1"):
         ip.causal_tracing(model, text, subject=1, samples=0)
-    with pytest.raises(IndexError, match=r"'resid_post' is in layers .*, and not in layer 7"):
+    with pytest.raises(IndexError, match=r"layer 7 is not there: 'resid_post' has"):
         ip.causal_tracing(model, text, subject=1, layers=[7])
     with pytest.raises(ip.SiteNotFound, match="no site 'zz'"):
         ip.causal_tracing(model, text, subject=1, site="zz")
@@ -242,7 +242,7 @@ def test_an_answer_for_each_of_one_text_is_the_answer() -> None:
     assert torch.equal(
         ip.causal_tracing(model, tokens(), metric=listed, **options).values, one.values
     )
-    with pytest.raises(IndexError, match="layers is empty"):
+    with pytest.raises(IndexError, match="layer is empty"):
         ip.causal_tracing(model, tokens(), layers=[], **options)
 
 

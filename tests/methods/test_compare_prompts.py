@@ -154,7 +154,7 @@ def test_wrong_arguments_say_so_and_nothing_is_left_behind(pocket: ip.Transforme
         ip.compare_prompts(pocket, A, B, instead=" Rome")
     with pytest.raises(ValueError, match="positions do not correspond"):
         ip.compare_prompts(pocket, A, "Hello")
-    with pytest.raises(ValueError, match="give a and b"):
+    with pytest.raises(ValueError, match="give clean and corrupt"):
         ip.compare_prompts(pocket, A, None)
     with pytest.raises(
         TypeError, match="pos is one position, a number, or None for each; got ' is'"

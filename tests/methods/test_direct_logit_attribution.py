@@ -204,9 +204,9 @@ def test_wrong_arguments_say_so_and_nothing_is_left_behind(pocket: ip.Transforme
         ValueError, match="by is 'component', 'layer', 'head', 'neuron'; got 'heads'"
     ):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="heads")
-    with pytest.raises(IndexError, match="and not in layer 7"):
+    with pytest.raises(IndexError, match="layer 7 is not there"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layers=[7])
-    with pytest.raises(IndexError, match="layers is empty"):
+    with pytest.raises(IndexError, match="layer is empty"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layers=[])
     with pytest.raises(TypeError, match=r"pos is one position, a number, .* got ' John'"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", pos=" John")

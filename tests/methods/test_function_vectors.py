@@ -52,7 +52,7 @@ def output_weight(module: Any, name: str, layer: int) -> Tensor:
 def test_effects_are_those_of_mean_heads_put_in_by_raw_hooks(name: str) -> None:
     module = oracle.build(name)
     before = state_of(module)
-    found = ip.function_vector(ip.wrap(module), SHOW, CORRUPT, metric=LOGIT, heads=2)
+    found = ip.function_vector(ip.wrap(module), SHOW, CORRUPT, metric=LOGIT, head=2)
     assert same_state(before, state_of(module))
     answers = torch.tensor([12, 13, 14])
     plain = oracle.logits(module, CORRUPT)[range(3), -1, answers]
@@ -80,7 +80,7 @@ def test_the_vector_is_what_the_heads_write_on_average(name: str) -> None:
     module = oracle.build(name)
     model = ip.wrap(module)
     heads = [(0, 1), (2, 3), (1, 0)]
-    found = ip.function_vector(model, SHOW, heads=heads)
+    found = ip.function_vector(model, SHOW, head=heads)
     assert found.heads == [list(pair) for pair in heads]
     assert found.values.isnan().all()
     for (layer, head), part in zip(heads, found.parts):
@@ -104,7 +104,7 @@ def test_the_vector_is_what_the_heads_write_on_average(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gpt_neox", "granite"])
 def test_adding_the_vector_is_writing_the_head_into_the_stream(name: str) -> None:
     model = ip.wrap(oracle.build(name))
-    found = ip.function_vector(model, SHOW, heads=[(1, 2)])
+    found = ip.function_vector(model, SHOW, head=[(1, 2)])
     mean = model.run_with_cache(SHOW, names_filter=("z", 1))[1]["z", 1][:, -1, 2].mean(0)
     filled = model.run_with_hooks(CORRUPT, hooks=[ip.fill("z", mean, layer=1, head=2, pos=-1)])
     instead = [ip.zero("z", layer=1, head=2, pos=-1), ip.add("attn_out", found.vector, layer=1, pos=-1)]  # fmt: skip
@@ -117,7 +117,7 @@ def test_adding_the_vector_is_writing_the_head_into_the_stream(name: str) -> Non
 def test_the_edit_adds_it_after_a_layer_at_the_last_token() -> None:
     module = oracle.build("llama")
     model = ip.wrap(module)
-    found = ip.function_vector(model, SHOW, heads=[(0, 1), (1, 2)])
+    found = ip.function_vector(model, SHOW, head=[(0, 1), (1, 2)])
 
     def change(value: Tensor) -> Tensor:
         value[:, -1] += 2.5 * found.vector
@@ -152,8 +152,8 @@ def capitals(pocket: Any) -> FunctionVector:
         pocket,
         asked("The capital of {} is", TRAIN),
         asked("The currency of {} is", TRAIN),
-        answers=[f" {city}" for city in TRAIN.values()],
-        heads=3,
+        answer=[f" {city}" for city in TRAIN.values()],
+        head=3,
     )
 
 
@@ -174,7 +174,7 @@ def test_prompts_of_different_lengths_go_together(pocket: Any) -> None:
     show = ["The capital of Spain is", "If you want to see the capital of Peru, travel to"]
     corrupt = ["The currency of Spain is", "People in Cuba speak", "The currency of Peru is"]
     answers = [" Madrid", " Havana", " Lima"]
-    found = ip.function_vector(pocket, show, corrupt, answers=answers, heads=1)
+    found = ip.function_vector(pocket, show, corrupt, answer=answers, head=1)
     z = [pocket.run_with_cache(text, names_filter=("z", 2))[1]["z", 2][0, -1, 0] for text in show]
     edit = ip.fill("z", torch.stack(z).mean(0), layer=2, head=0, pos=-1)
     moved = []
@@ -204,28 +204,26 @@ def test_it_says_what_it_is_and_is_saved(capitals: FunctionVector) -> None:
 
 def test_wrong_questions_are_refused(pocket: Any) -> None:
     show = asked("The capital of {} is", TRAIN)
-    with pytest.raises(
-        ValueError, match="heads=10 are chosen by their effect on corrupted prompts"
-    ):
+    with pytest.raises(ValueError, match="head=10 are chosen by their effect on corrupted prompts"):
         ip.function_vector(pocket, show)
-    with pytest.raises(ValueError, match=r"answers=\.\.\. or metric=\.\.\."):
+    with pytest.raises(ValueError, match=r"answer=\.\.\. or metric=\.\.\."):
         ip.function_vector(pocket, show, show)
     with pytest.raises(IndexError, match="of layers 0 to 6 and heads 0 to 5"):
-        ip.function_vector(pocket, show, heads=[(7, 0)])
+        ip.function_vector(pocket, show, head=[(7, 0)])
     with pytest.raises(IndexError, match="at least one"):
-        ip.function_vector(pocket, show, heads=[])
+        ip.function_vector(pocket, show, head=[])
     with pytest.raises(ValueError, match="for 10 examples"):
-        ip.function_vector(pocket, show, show, answers=[" Paris", " Rome"])
+        ip.function_vector(pocket, show, show, answer=[" Paris", " Rome"])
     with pytest.raises(ip.NothingMatched):
-        ip.function_vector(ip.wrap(tiny.build("mamba")), SHOW, heads=[(0, 0)])
+        ip.function_vector(ip.wrap(tiny.build("mamba")), SHOW, head=[(0, 0)])
 
 
 def test_layers_count_from_the_end_and_several_metrics_are_refused() -> None:
     model, rows = ip.wrap(tiny.build("gpt2", layers=3)), tokens(3, 5, 1)
-    found = [ip.function_vector(model, rows, heads=[(layer, 1)]) for layer in (-1, 2)]
+    found = [ip.function_vector(model, rows, head=[(layer, 1)]) for layer in (-1, 2)]
     assert found[0].heads == [[2, 1]]
     assert torch.equal(found[0].vector, found[1].vector)
     with pytest.raises(IndexError, match="layers 0 to 2"):
-        ip.function_vector(model, rows, heads=[(-4, 1)])
+        ip.function_vector(model, rows, head=[(-4, 1)])
     with pytest.raises(TypeError, match=r"a metric is one of ip\.metrics"):
         ip.function_vector(model, rows, rows, metric={"one": LOGIT, "other": LOGIT})

@@ -88,7 +88,7 @@ def test_axes_come_in_any_order_and_the_others_are_added_up() -> None:
     heads = ip.gradient_times_activation(model, tokens, over="head", **options)
     torch.testing.assert_close(heads.values, whole.values.sum((0, 1, 3)))
     some = ip.gradient_times_activation(
-        model, tokens, over=("layer", "head"), layers=[-1, 0], **options
+        model, tokens, over=("layer", "head"), layer=[-1, 0], **options
     )
     torch.testing.assert_close(some.values, turned.values.T[[2, 0]])
     assert some.axes["layer"] == [2, 0]
@@ -210,12 +210,12 @@ def test_nothing_is_left_behind() -> None:
             "over names some of site, layer, head, neuron, pos, each once; got",
         ),
         ({"site": ["z", "q"], "over": "layer"}, "several sites need over=('site', ...)."),
-        ({"site": "z", "layers": [7]}, "z is in layers [0, 1, 2], and not in layer 7."),
+        ({"site": "z", "layer": [7]}, "layer 7 is not there: z has layers 0 to 2."),
         (
-            {"site": "z", "layers": []},
-            "layers is empty: z is in layers [0, 1, 2]; None means all.",
+            {"site": "z", "layer": []},
+            "layer is empty: z has layers 0 to 2; None means all.",
         ),
-        ({"layers": [0]}, "embed: in no layer, so that layers=... means nothing."),
+        ({"layer": [0]}, "embed: in no layer, so that layer=... means nothing."),
         (
             {"site": "blocks.*.hook_*_out"},
             "has both 'blocks.0.hook_attn_out' and 'blocks.0.hook_mlp_out' in one layer",

@@ -140,7 +140,7 @@ def test_scores_are_those_of_loops_over_whole_patterns(name: str, kind: str) -> 
     )  # repeats, also at once
     _, cache = model.run_with_cache(rows, names_filter="pattern")
     wanted = brute_force(torch.stack([cache["pattern", 0], cache["pattern", 1]]), rows, kind)
-    found = ip.head_scores(model, kind, text=rows)
+    found = ip.head_scores(model, kind, texts=rows)
     torch.testing.assert_close(found.values, wanted, rtol=0, atol=1e-6)
     assert wanted.std() > 1e-3
 
@@ -151,7 +151,7 @@ def test_texts_of_different_lengths_count_by_their_queries(pocket: Any) -> None:
         "When Mary saw John, John saw Mary",
         "In Rome and in Rome",
     ]
-    found = ip.head_scores(pocket, "duplicate", text=texts)
+    found = ip.head_scores(pocket, "duplicate", texts=texts)
     rows = []
     for text in texts:
         tokens = pocket.to_tokens(text)
@@ -174,11 +174,11 @@ def test_they_agree_with_the_dialects_detector(pocket: Any) -> None:
         # Its measure divides by all queries, ours by those that have a wanted key.
         theirs = detect_head(pocket, tokens, name, error_measure="mul") * 40 / having
         torch.testing.assert_close(
-            ip.head_scores(pocket, kind, text=tokens).values, theirs, atol=1e-5, rtol=1e-5
+            ip.head_scores(pocket, kind, texts=tokens).values, theirs, atol=1e-5, rtol=1e-5
         )
     every = torch.eye(40).roll(-1, 1).tril()  # the token before; the first token looks at itself
     every[0, 0] = 1
-    mine = ip.head_scores(pocket, every, text=tokens).values
+    mine = ip.head_scores(pocket, every, texts=tokens).values
     torch.testing.assert_close(mine, detect_head(pocket, tokens, every), atol=1e-5, rtol=1e-5)
     apart = detect_head(
         pocket, tokens, every, error_measure="abs"
@@ -192,12 +192,12 @@ def test_patterns_of_ones_own(pocket: Any) -> None:
     def two_before(row: Tensor) -> Tensor:
         return torch.eye(len(row)).roll(2, 0).tril(-2)
 
-    found = ip.head_scores(pocket, two_before, text=tokens)
+    found = ip.head_scores(pocket, two_before, texts=tokens)
     _, cache = pocket.run_with_cache(tokens, names_filter=("pattern", 3))
     wanted = cache["pattern", 3].diagonal(-2, -2, -1).mean((0, 2))
     torch.testing.assert_close(found.values[3], wanted)
     assert found.protocol["kind"] == "two_before"
-    half = ip.head_scores(pocket, 0.5 * two_before(tokens[0]), text=tokens)
+    half = ip.head_scores(pocket, 0.5 * two_before(tokens[0]), texts=tokens)
     torch.testing.assert_close(half.values, found.values / 2)
 
 
@@ -260,16 +260,16 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
     ):
         ip.head_scores(pocket, "inductive")
     with pytest.raises(ValueError, match="no query has a key to look at"):
-        ip.head_scores(pocket, "induction", text="The cat sat")
+        ip.head_scores(pocket, "induction", texts="The cat sat")
     with pytest.raises(ValueError, match=r"a tensor \[3, 3\]; got \[2, 2\]"):
-        ip.head_scores(pocket, torch.eye(2), text="The cat sat")
+        ip.head_scores(pocket, torch.eye(2), texts="The cat sat")
     with pytest.raises(ValueError, match="and the model has 256 positions"):
         ip.head_scores(pocket, length=200)
     with pytest.raises(ValueError, match="at least 1"):
         ip.head_scores(pocket, repeats=0)
-    with pytest.raises(IndexError, match=r"attention is in layers .*, and not in layer 7"):
-        ip.head_scores(pocket, layers=7)
-    some = ip.head_scores(pocket, layers=[5, -1], length=20)
+    with pytest.raises(IndexError, match=r"layer 7 is not there: attention has"):
+        ip.head_scores(pocket, layer=7)
+    some = ip.head_scores(pocket, layer=[5, -1], length=20)
     assert some.axes["layer"] == [5, 6]
 
 

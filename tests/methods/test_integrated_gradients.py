@@ -217,7 +217,7 @@ def test_nothing_is_left_behind() -> None:
     assert model.sites
     before, state = hooks_on(module), torch.get_rng_state()
     with torch.no_grad():
-        found = ip.integrated_gradients(model, tokens, metric=METRIC, steps=3, site="z", layers=[1])
+        found = ip.integrated_gradients(model, tokens, metric=METRIC, steps=3, site="z", layer=[1])
     assert found.values.abs().max() > 0
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
     assert hooks_on(module) == before
@@ -231,8 +231,8 @@ def test_nothing_is_left_behind() -> None:
         ({"method": "simpson"}, "method is 'gauss' or 'midpoint'; got 'simpson'."),
         ({"over": "layer"}, "over names some of pos, neuron, each once, at embed; got ('layer',)."),
         ({"site": "z", "over": "head"}, "z has a path for each of 3 layers"),
-        ({"site": "z", "layers": [5]}, "z is in layers [0, 1, 2], and not in layer 5."),
-        ({"site": "z", "layers": []}, "layers is empty"),
+        ({"site": "z", "layer": [5]}, "layer 5 is not there: z has layers 0 to 2."),
+        ({"site": "z", "layer": []}, "layer is empty"),
         ({"site": ["z", "q"]}, "site is one kind of site, such as 'embed' or 'z'; got ['z', 'q']."),
         ({"site": "blocks.*.hook_*_out"}, "ask for one at a time"),
         ({"metric": ip.metrics.rank(5)}, "has no gradient: ranks jump"),

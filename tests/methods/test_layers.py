@@ -1,4 +1,4 @@
-"""All methods read `layers` the same way."""
+"""All methods read layers the same way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         m, CLEAN, metric=LEAD, query=-1, key=9, **w
     ),
     "attention_patterns": lambda m, **w: ip.attention_patterns(m, CLEAN, **w),
-    "head_scores": lambda m, **w: ip.head_scores(m, "previous", text=CLEAN, **w),
+    "head_scores": lambda m, **w: ip.head_scores(m, "previous", texts=CLEAN, **w),
     "attribution_patching": lambda m, **w: ip.attribution_patching(
         m, CLEAN, CORRUPT, metric=LEAD, **w
     ),
@@ -41,6 +41,14 @@ METHODS: dict[str, Callable[..., Any]] = {
         m, ["one", "two", "a", "b", "the", "to"], [0, 1] * 3, folds=2, control=False, **w
     ),
 }
+# The word of these is still in the plural.
+PLURAL = {
+    "ablation",
+    "activation_patching",
+    "attention_knockout",
+    "causal_tracing",
+    "direct_logit_attribution",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +58,22 @@ def model() -> ip.TransformerModel:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_layer_several_and_those_from_the_end(model: ip.TransformerModel, name: str) -> None:
+    word = "layers" if name in PLURAL else "layer"
     run = METHODS[name]
-    assert run(model, layers=[2, 5]).axes["layer"] == [2, 5]
-    for given in (5, [5], [-2], -2):
-        assert run(model, layers=given).axes["layer"] == [5], given
+    assert run(model, **{word: [2, 5]}).axes["layer"] == [2, 5]
+    for given in (5, [5], [-2], -2, [5, 5], [5, -2]):
+        assert run(model, **{word: given}).axes["layer"] == [5], given
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_layers_that_are_not_there_are_refused(model: ip.TransformerModel, name: str) -> None:
+    word = "layers" if name in PLURAL else "layer"
     run = METHODS[name]
     for given in ([9], 9, [-9], []):
         with pytest.raises((IndexError, ValueError, ip.NothingSelected, ip.SiteNotFound)):
-            run(model, layers=given)
+            run(model, **{word: given})
     with pytest.raises((TypeError, ValueError)):
-        run(model, layers=["3"])
+        run(model, **{word: ["3"]})
 
 
 def test_what_is_asked_for_is_given_in_its_order_and_errors_say_what_is_there() -> None:
@@ -76,7 +86,9 @@ def test_what_is_asked_for_is_given_in_its_order_and_errors_say_what_is_there() 
     for wrong in ("3", 3.0, True):
         with pytest.raises(TypeError, match=f"layers are whole numbers; got {wrong!r}"):
             chosen([wrong])
-    with pytest.raises(IndexError, match=r"'z' is in layers \[0, 2, 4, 6\]; None means all"):
+    with pytest.raises(
+        IndexError, match="layer is empty: 'z' has layers 0, 2, 4, 6; None means all"
+    ):
         chosen([])
-    with pytest.raises(IndexError, match=r"'z' is in layers \[0, 2, 4, 6\], and not in layer 3"):
+    with pytest.raises(IndexError, match="layer 3 is not there: 'z' has layers 0, 2, 4, 6"):
         chosen([2, 3])

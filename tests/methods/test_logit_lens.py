@@ -89,12 +89,12 @@ def test_a_few_logits_are_those_of_all_without_unembedding_them(name: str) -> No
     module = tiny.build(name, layers=3)
     tokens, _ = oracle.pair(batch=2)
     model = ip.wrap(module)
-    few = ip.logit_lens(model, tokens, logits_of=[7, 11], positions=[-1, 2], layers=[0, -1])
+    few = ip.logit_lens(model, tokens, logits_of=[7, 11], pos=[-1, 2], layer=[0, -1])
     assert few.axes["answer"] == [7, 11]
     assert few.axes["pos"] == [2, 12]
     assert few.unit == "logits"
     for number, token in enumerate((7, 11)):
-        whole = ip.logit_lens(model, tokens, answer=token, positions=[2, 12], layers=[0, -1])
+        whole = ip.logit_lens(model, tokens, answer=token, pos=[2, 12], layer=[0, -1])
         torch.testing.assert_close(few.values[number], whole.answer_logit, atol=1e-5, rtol=1e-4)
 
 
@@ -104,9 +104,9 @@ def test_only_what_is_asked_for_is_unembedded(pocket: ip.TransformerModel) -> No
     head = pocket.module.lm_head.register_forward_hook(
         lambda _, args, output: rows.append(output.shape[:-1].numel())
     )
-    ip.logit_lens(pocket, TEXT, layers=[1, 4], positions=[-1, -2])
+    ip.logit_lens(pocket, TEXT, layer=[1, 4], pos=[-1, -2])
     rows.clear()  # the hook is new, and what rests on there being none is tried again
-    lens = ip.logit_lens(pocket, TEXT, layers=[1, 4], positions=[-1, -2])
+    lens = ip.logit_lens(pocket, TEXT, layer=[1, 4], pos=[-1, -2])
     assert sum(rows) == 2 + 2 * 2  # the forward's own two, and those of two layers
     assert lens.protocol["unembeddings"] == 4
     rows.clear()
@@ -136,13 +136,13 @@ def test_the_pocket_model_knows_the_name_in_the_last_layer_alone(
 def test_texts_of_different_lengths_are_read_from_the_end(pocket: ip.TransformerModel) -> None:
     texts = [TEXT, "The capital of Japan is", "The Eiffel Tower is in"]
     answers = [" Mary", " Tokyo", " Paris"]
-    lens = ip.logit_lens(pocket, texts, answer=answers, positions=-1, batch_size=2)
+    lens = ip.logit_lens(pocket, texts, answer=answers, pos=-1, batch_size=2)
     assert list(lens.axes) == ["example", "layer", "pos"]
     for number, text in enumerate(texts):
-        alone = ip.logit_lens(pocket, text, answer=answers[number], positions=-1)
+        alone = ip.logit_lens(pocket, text, answer=answers[number], pos=-1)
         torch.testing.assert_close(lens.kl[number], alone.kl, atol=1e-5, rtol=1e-4)
         assert torch.equal(lens.answer_rank[number], alone.answer_rank)
-    with pytest.raises(ValueError, match=r"the texts have 5 and 14 tokens.*positions=-1"):
+    with pytest.raises(ValueError, match=r"the texts have 5 and 14 tokens.*pos=-1"):
         ip.logit_lens(pocket, texts)
 
 
@@ -162,19 +162,19 @@ def test_a_model_from_scratch_has_the_lens_too(norm: str | None) -> None:
 
 
 def test_a_site_before_the_blocks_and_a_function_in_between(pocket: ip.TransformerModel) -> None:
-    before = ip.logit_lens(pocket, TEXT, site="resid_pre", layers=[1])
-    after = ip.logit_lens(pocket, TEXT, layers=[0])
+    before = ip.logit_lens(pocket, TEXT, site="resid_pre", layer=[1])
+    after = ip.logit_lens(pocket, TEXT, layer=[0])
     assert torch.equal(before.values, after.values)
-    swapped = ip.logit_lens(pocket, TEXT, layers=[2], through=lambda stream, layer: stream * layer)
+    swapped = ip.logit_lens(pocket, TEXT, layer=[2], through=lambda stream, layer: stream * layer)
     torch.testing.assert_close(  # a norm takes no notice of a factor
-        swapped.kl, ip.logit_lens(pocket, TEXT, layers=[2]).kl, atol=1e-3, rtol=1e-3
+        swapped.kl, ip.logit_lens(pocket, TEXT, layer=[2]).kl, atol=1e-3, rtol=1e-3
     )
 
 
 def test_edits_in_scope_are_seen(pocket: ip.TransformerModel) -> None:
-    plain = ip.logit_lens(pocket, TEXT, answer=" Mary", positions=-1)
+    plain = ip.logit_lens(pocket, TEXT, answer=" Mary", pos=-1)
     with pocket.hooks([ip.zero("z", layer=5, head=[0, 2])]):
-        edited = ip.logit_lens(pocket, TEXT, answer=" Mary", positions=-1)
+        edited = ip.logit_lens(pocket, TEXT, answer=" Mary", pos=-1)
     assert torch.equal(edited.answer_logit[:5], plain.answer_logit[:5])
     assert edited.answer_logit[6, 0] < plain.answer_logit[6, 0] - 5
 
@@ -192,12 +192,12 @@ def test_wrong_arguments_say_what_to_write(pocket: ip.TransformerModel) -> None:
         ip.logit_lens(pocket, TEXT, logits_of=[99999])
     with pytest.raises(ValueError, match="logits_of is empty"):
         ip.logit_lens(pocket, TEXT, logits_of=[])
-    with pytest.raises(ValueError, match="positions is empty"):
-        ip.logit_lens(pocket, TEXT, positions=[])
-    with pytest.raises(IndexError, match="and not in layer 7"):
-        ip.logit_lens(pocket, TEXT, layers=[7])
-    with pytest.raises(IndexError, match="position 14 of a text with 14 tokens"):
-        ip.logit_lens(pocket, TEXT, positions=14)
+    with pytest.raises(ValueError, match="pos is empty"):
+        ip.logit_lens(pocket, TEXT, pos=[])
+    with pytest.raises(IndexError, match="layer 7 is not there"):
+        ip.logit_lens(pocket, TEXT, layer=[7])
+    with pytest.raises(IndexError, match="pos 14 is not there: text 0 has positions 0 to 13"):
+        ip.logit_lens(pocket, TEXT, pos=14)
     with pytest.raises(ValueError, match="put the answer among them"):
         ip.logit_lens(pocket, TEXT, answer=" Mary", logits_of=[" John"])
     with pytest.raises(ValueError, match="as wide as the stream; 'z' has others"):
@@ -226,7 +226,7 @@ def test_nothing_is_left_behind(pocket: ip.TransformerModel) -> None:
 def test_it_is_saved_and_its_page_loads_nothing_and_escapes_tokens(
     pocket: ip.TransformerModel,
 ) -> None:
-    lens = ip.logit_lens(pocket, TEXT, answer=" Mary", positions=[-1])
+    lens = ip.logit_lens(pocket, TEXT, answer=" Mary", pos=[-1])
     again = LogitLens.from_dict(json.loads(json.dumps(lens.to_dict())))
     assert repr(again) == repr(lens)
     assert torch.equal(again.kl, lens.kl)

@@ -130,7 +130,7 @@ def test_windows_have_the_text_around_and_the_values_there() -> None:
     module, texts = tiny.build("llama"), rows()
     values = kept(module, blocks(module)[1].mlp.down_proj, texts)
     found = max_activating(
-        ip.wrap(module), texts, layer=1, units=[5, 2], k=4, context=3, batch_size=1, progress=False
+        ip.wrap(module), texts, layer=1, neuron=[5, 2], k=4, context=3, batch_size=1, progress=False
     )
     for row, unit in enumerate([5, 2]):
         for rank in range(4):
@@ -201,7 +201,7 @@ def test_places_that_the_data_does_not_fill_are_empty() -> None:
         ip.wrap(tiny.build("gpt2")),
         [[11, 12]],
         layer=0,
-        units=[0],
+        neuron=[0],
         k=5,
         skip_first=True,
         progress=False,
@@ -214,11 +214,11 @@ def test_places_that_the_data_does_not_fill_are_empty() -> None:
 
 def test_padding_is_not_counted() -> None:
     model = speaking("gpt2")
-    alone = max_activating(model, TEXTS, layer=1, k=50, units=[4, 9], progress=False)
+    alone = max_activating(model, TEXTS, layer=1, k=50, neuron=[4, 9], progress=False)
     assert alone.protocol["tokens"] == sum(len(model.to_tokens(text)[0]) for text in TEXTS)
     padded = model.to_tokens(TEXTS, padding_side="left")
     assert (model.prepare(padded)["attention_mask"] == 0).any()
-    found = max_activating(model, padded, layer=1, k=50, units=[4, 9], progress=False)
+    found = max_activating(model, padded, layer=1, k=50, neuron=[4, 9], progress=False)
     torch.testing.assert_close(
         found.values.nan_to_num(0), alone.values.nan_to_num(0), rtol=1e-4, atol=1e-5
     )
@@ -229,19 +229,19 @@ def test_texts_may_be_an_iterator_and_are_read_once() -> None:
     model = ip.load("pocket")
     before = state_of(model.module)
     found = max_activating(
-        model, iter(TEXTS * 12), layer=2, units=[1], k=3, batch_size=1, progress=False
+        model, iter(TEXTS * 12), layer=2, neuron=[1], k=3, batch_size=1, progress=False
     )
     assert same_state(before, state_of(model.module))
     assert found.count == 36
     listed = max_activating(
-        model, TEXTS * 12, layer=2, units=[1], k=3, batch_size=1, progress=False
+        model, TEXTS * 12, layer=2, neuron=[1], k=3, batch_size=1, progress=False
     )
     assert torch.equal(found.texts, listed.texts)
 
 
 def test_the_page_is_escaped_and_loads_nothing(tmp_path: Any) -> None:
     found = ip.max_activating(
-        ip.load("pocket"), TEXTS, layer=2, units=[1, 7], k=8, context=20, progress=False
+        ip.load("pocket"), TEXTS, layer=2, neuron=[1, 7], k=8, context=20, progress=False
     )
     html = found.save(tmp_path / "x.html").read_text()
     assert "<script" not in html
@@ -262,9 +262,9 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"site": "z"}, ValueError, "Say which head: head=0"),
         ({"site": "pattern"}, ValueError, "Choose another site"),
-        ({"units": [9999]}, IndexError, "no unit 9999"),
+        ({"neuron": [9999]}, IndexError, "neuron 9999 is not there"),
         ({"direction": torch.ones(3)}, ValueError, r"direction is \[3\]"),
-        ({"units": [0], "direction": torch.ones(3)}, ValueError, "not both"),
+        ({"neuron": [0], "direction": torch.ones(3)}, ValueError, "not both"),
         ({"k": 0}, ValueError, "k at least 1"),
         ({"sign": 2}, ValueError, "sign is 1 or -1"),
     ]
@@ -281,10 +281,10 @@ def test_wrong_arguments_are_refused_with_what_is_there() -> None:
 def test_units_may_be_an_array_and_not_nothing() -> None:
     model = ip.wrap(tiny.build("gpt2"))
     one, other = (
-        max_activating(model, rows(), layer=0, units=units, k=2, progress=False)
+        max_activating(model, rows(), layer=0, neuron=units, k=2, progress=False)
         for units in ([3, 1], torch.tensor([3, 1]).numpy())
     )
     assert one.axes == other.axes
     assert torch.equal(one.values, other.values)
-    with pytest.raises(ValueError, match="units is empty"):
-        max_activating(model, rows(), layer=0, units=[], progress=False)
+    with pytest.raises(ValueError, match="neuron is empty"):
+        max_activating(model, rows(), layer=0, neuron=[], progress=False)

@@ -34,8 +34,21 @@ def test_positions_are_numbers_or_whole_tokens_with_or_without_the_space() -> No
             short.positions(part)
     with pytest.raises(ip.NothingSelected, match="' Rome' is not in text 1"):
         long.positions(" Rome")
-    with pytest.raises(IndexError, match="position -6 of a text with 5 tokens"):
+    with pytest.raises(IndexError, match="pos -6 is not there: text 0 has positions 0 to 4"):
         short.positions(-6)
+
+
+@pytest.mark.parametrize("text", ["Eiffel Tower", " Eiffel Tower", " the", "The", [" in", "Tower"]])
+def test_a_text_is_at_the_same_positions_for_a_selector_and_for_a_method(text: Any) -> None:
+    said = (
+        "The Eiffel Tower is in" if text != " the" else "People say that the Eiffel Tower is in the"
+    )
+    (batch,) = ip.batches(pocket(), said)
+    (where,) = batch.positions(text)
+    _, whole = pocket().run_with_cache(said, names_filter="blocks.1.hook_resid_post")
+    _, part = pocket().run_with_cache(said, names_filter=ip.at("resid_post", layer=1, pos=text))
+    ((_, value),) = part.items()
+    assert value.equal(whole["resid_post", 1][:, where])
 
 
 def test_no_more_logits_are_asked_for_than_a_metric_looks_at() -> None:

@@ -80,7 +80,7 @@ def test_a_planted_label_is_read_and_the_control_task_is_not(kind: str) -> None:
     module = tiny.build("gpt2")
     model = ip.wrap(module)
     before = state_of(module)
-    found = probe(model, tokens, labels, pos=2, kind=kind, layers=[1], strength=0.1)
+    found = probe(model, tokens, labels, pos=2, kind=kind, layer=[1], strength=0.1)
     assert same_state(before, state_of(module))
     assert all(value.grad is None for value in module.parameters())
     assert found.at(measure="accuracy", layer=1) > 0.9
@@ -88,7 +88,7 @@ def test_a_planted_label_is_read_and_the_control_task_is_not(kind: str) -> None:
     assert abs(found.at(measure="control", layer=1) - 0.5) < 0.13
     assert found.at(measure="selectivity", layer=1) > 0.35
     assert found.predictions.shape == (1, 160)
-    again = probe(model, tokens, labels, pos=2, kind=kind, layers=[1], strength=0.1)
+    again = probe(model, tokens, labels, pos=2, kind=kind, layer=[1], strength=0.1)
     assert torch.equal(found.values, again.values)
     assert torch.equal(found.weights, again.weights)
 
@@ -96,7 +96,7 @@ def test_a_planted_label_is_read_and_the_control_task_is_not(kind: str) -> None:
 def test_the_control_task_shows_what_memorising_types_reaches() -> None:
     tokens, labels = planted()
     found = probe(
-        ip.wrap(tiny.build("gpt2")), tokens, labels, pos=2, types=tokens[:, 2].tolist(), layers=[0]
+        ip.wrap(tiny.build("gpt2")), tokens, labels, pos=2, types=tokens[:, 2].tolist(), layer=[0]
     )
     assert found.at(measure="control", layer=0) == 1.0  # four words are easy to learn by heart
 
@@ -109,7 +109,7 @@ def test_a_feature_that_only_names_the_group_is_at_chance_on_other_groups() -> N
     tokens = torch.randint(10, 60, (160, 4), generator=draw, device="cpu")
     tokens[:, 1] = 10 + names
     model = ip.wrap(tiny.build("gpt2"))
-    options: Any = {"pos": 1, "layers": [0], "control": False, "strength": 1e-4}
+    options: Any = {"pos": 1, "layer": [0], "control": False, "strength": 1e-4}
     mixed = probe(model, tokens, labels, **options)
     apart = probe(model, tokens, labels, groups=groups.tolist(), **options)
     for fold in range(5):
@@ -198,7 +198,7 @@ def test_the_difference_of_means_is_that_and_moves_one_class_to_the_other() -> N
     tokens, labels = planted(80)
     module = tiny.build("gpt2")
     model = ip.wrap(module)
-    found = probe(model, tokens, labels, pos=2, kind="difference_of_means", layers=[0, 1])
+    found = probe(model, tokens, labels, pos=2, kind="difference_of_means", layer=[0, 1])
     odd = torch.tensor([label == "odd" for label in labels])
     x = streams(module, tokens, 2)[0]
     apart = x[odd].mean(0) - x[~odd].mean(0)
@@ -217,7 +217,7 @@ def test_positions_may_be_one_for_each_text_or_a_text() -> None:
         f"The {a} near the {b}" for a in ("dogs", "key", "cars", "tree") for b in ("bird", "doors")
     ]
     labels = [text.split()[1].endswith("s") for text in texts]
-    options: Any = {"layers": [2, 5], "folds": 2}
+    options: Any = {"layer": [2, 5], "folds": 2}
     at_two = probe(model, texts, labels, pos=2, **options)
     for pos in ([2] * 8, [-3] * 8, " near"):
         assert torch.equal(probe(model, texts, labels, pos=pos, **options).weights, at_two.weights)
@@ -231,7 +231,7 @@ def test_a_probe_is_saved_whole_and_read_again(tmp_path: Any) -> None:
     model = ip.wrap(tiny.build("gpt2"))
     three = [["a", "b", "c"][n % 3] for n in range(60)]
     for given in (labels, three):
-        found = probe(model, tokens, given, pos=2, layers=[1], control=False)
+        found = probe(model, tokens, given, pos=2, layer=[1], control=False)
         path = found.best.save(tmp_path / "probe.safetensors")
         loaded = ip.Probe.load(path)
         values = torch.randn(4, model.cfg.d_model)
@@ -263,7 +263,7 @@ def test_the_number_of_the_subject_can_be_read_and_taken_out_in_pocket() -> None
                 labels.append("plural" if plural else "singular")
                 groups.append(noun)
     found = ip.probe(
-        model, texts, labels, groups=groups, kind="difference_of_means", layers=[0, 4, 6]
+        model, texts, labels, groups=groups, kind="difference_of_means", layer=[0, 4, 6]
     )
     assert found.at(measure="accuracy", layer=4) > 0.95
     assert found.at(measure="accuracy", layer=0) < 0.75  # the last word misleads
@@ -323,12 +323,12 @@ def test_a_position_that_a_text_lacks_is_an_error() -> None:
 def test_equal_texts_are_held_out_together_and_positions_of_one_text_are_not() -> None:
     tokens, labels = planted(20)
     model = ip.wrap(tiny.build("gpt2"))
-    folds = probe(model, tokens.repeat(3, 1), labels * 3, pos=2, layers=[0]).folds
+    folds = probe(model, tokens.repeat(3, 1), labels * 3, pos=2, layer=[0]).folds
     assert torch.equal(folds, folds[:20].repeat(3))
     length = 30
     text = torch.randint(10, 60, (1, length), generator=torch.Generator().manual_seed(0))
     words = ["odd" if token % 2 else "even" for token in text[0].tolist()]
-    found = probe(model, text.expand(length, -1), words, pos=list(range(length)), layers=[0])
+    found = probe(model, text.expand(length, -1), words, pos=list(range(length)), layer=[0])
     assert len(found.folds.unique()) == 5
     assert found.at(measure="control", layer=0) < 0.9  # types are positions: there is no one label
 
@@ -338,7 +338,7 @@ def test_labels_of_numpy_are_those_of_python() -> None:
     model = ip.wrap(tiny.build("gpt2"))
     numbers = torch.linspace(-1, 1, 20)
     for given in (numbers, numbers.numpy(), (numbers > 0).numpy(), (numbers > 0).long().numpy()):
-        one, other = (probe(model, tokens, some, layers=[-1]) for some in (given, given.tolist()))
+        one, other = (probe(model, tokens, some, layer=[-1]) for some in (given, given.tolist()))
         assert torch.equal(one.values, other.values)
         assert one.classes == other.classes
         assert json.dumps(one.classes) == json.dumps(other.classes)
@@ -365,7 +365,7 @@ def test_groups_may_be_a_tensor_or_an_array() -> None:
     groups = torch.arange(24) // 4
     model = ip.wrap(tiny.build("gpt2"))
     found = [
-        probe(model, tokens, labels, groups=some, layers=[0], folds=3)
+        probe(model, tokens, labels, groups=some, layer=[0], folds=3)
         for some in (groups.tolist(), groups, groups.numpy())
     ]
     assert found[0].protocol["groups"] == 6

@@ -135,7 +135,7 @@ MEANS: dict[str, Method] = {
         ip.direct_logit_attribution(m, a, answer=20, by="head").values
     ),
     "edge_attribution": lambda m, a, b: ip.edge_attribution(m, a, b, metric=LEAD).values,
-    "function_vector": lambda m, a, b: ip.function_vector(m, a, heads=[(0, 1), (1, 0)]).parts,
+    "function_vector": lambda m, a, b: ip.function_vector(m, a, head=[(0, 1), (1, 0)]).parts,
     "gradient_times_activation": gradient(ip.gradient_times_activation),
     "integrated_gradients": gradient(ip.integrated_gradients, steps=2),
     "path_patching": lambda m, a, b: ip.path_patching(m, a, b, metric=LEAD).values,
@@ -193,7 +193,7 @@ def test_statistics_count_each_token_of_each_text_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_max_activating_finds_the_same_places(kind: str) -> None:
-    model, options = model_of(kind), {"layer": 1, "units": [4, 9], "k": 30, "progress": False}
+    model, options = model_of(kind), {"layer": 1, "neuron": [4, 9], "k": 30, "progress": False}
     alone = functools.reduce(
         lambda one, other: one.merge(other), [ip.max_activating(model, t, **options) for t in CLEAN]
     )
@@ -209,11 +209,11 @@ def test_max_activating_finds_the_same_places(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_scores_have_no_padding_among_their_queries(kind: str) -> None:
     model = model_of(kind)
-    alone = [ip.head_scores(model, "previous", text=text) for text in CLEAN]
+    alone = [ip.head_scores(model, "previous", texts=text) for text in CLEAN]
     queries = [score.protocol["queries"] for score in alone]
     wanted = sum(score.values * count for score, count in zip(alone, queries)) / sum(queries)
     for form in forms(model):
-        found = ip.head_scores(model, "previous", text=formed(model, form, CLEAN))
+        found = ip.head_scores(model, "previous", texts=formed(model, form, CLEAN))
         assert found.protocol["queries"] == sum(queries), form
         assert close(found.values, wanted), form
 
@@ -221,7 +221,7 @@ def test_head_scores_have_no_padding_among_their_queries(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_probes_read_the_last_token_of_each_text(kind: str) -> None:
     model, texts = model_of(kind), [*CLEAN, *CORRUPT]
-    labels, options = [0, 1, 0, 1, 0, 1], {"layers": [1], "folds": 2, "control": False}
+    labels, options = [0, 1, 0, 1, 0, 1], {"layer": [1], "folds": 2, "control": False}
     alone = ip.probe(model, texts, labels, batch_size=1, **options)
     for form in forms(model):
         found = ip.probe(model, formed(model, form, texts), labels, **options)
@@ -233,7 +233,7 @@ def test_lenses_are_fitted_on_and_read_at_text_alone(kind: str) -> None:
     model = model_of(kind)
     steps = [ip.TunedLens.fit(model, text, steps=1).kl for text in CLEAN]  # of one text each
     lens = ip.TunedLens.fit(model, CLEAN, steps=2)
-    read = {"positions": -1, "answer": 20}
+    read = {"pos": -1, "answer": 20}
     through = torch.stack([lens(model, text, **read).values for text in CLEAN])
     alone = torch.stack([ip.logit_lens(model, text, **read).values for text in CLEAN])
     for form in forms(model, some=True):
@@ -252,7 +252,7 @@ def test_circuits_and_alignments_are_of_text_alone() -> None:
     def both(a: Any, b: Any, **options: Any) -> list[Tensor]:
         circuit = ip.faithfulness(model, a, b, metric=LEAD, scores=scores, sizes=[5], **options)
         search = {
-            "targets": [20, 33, 21],
+            "answer": [20, 33, 21],
             "layer": 1,
             "steps": 1,
             "held_out": [2],

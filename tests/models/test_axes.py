@@ -357,7 +357,7 @@ def test_positions_taken_for_texts_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Axes, "of_value", careless)
     model = wrapped("xlnet")
-    report = model.check(tiny.inputs(model.module), layers=[0])
+    report = model.check(tiny.inputs(model.module), layer=[0])
     assert told
     failing = {f.site for f in report.findings if f.promise == "rows are texts" and not f.passed}
     assert "blocks.0.hook_resid_post" in failing

@@ -109,14 +109,14 @@ def test_each_site_of_each_block_is_proven() -> None:
 
 
 def test_layers_can_be_chosen() -> None:
-    _, report = checked("gpt2", layers=[1])
+    _, report = checked("gpt2", layer=[1])
     assert report.passed
     edited = {f.site for f in report.findings if f.promise == "an edit has an effect"}
     assert {name for name in report.sites if not name.startswith("blocks.0.")} == edited
 
 
 def test_layers_are_counted_from_the_end_too() -> None:
-    _, report = checked("gpt2", layers=[-1])
+    _, report = checked("gpt2", layer=[-1])
     edited = {f.site for f in report.findings if f.promise == "an edit has an effect"}
     assert {name for name in report.sites if not name.startswith("blocks.0.")} == edited
 
@@ -124,20 +124,24 @@ def test_layers_are_counted_from_the_end_too() -> None:
 @pytest.mark.parametrize("layers", [[12], [0, 2], [-3]])
 def test_layers_that_are_not_there_are_refused(layers: list[int]) -> None:
     with pytest.raises(IndexError) as caught:
-        checked("gpt2", layers=layers)
-    assert str(caught.value) == f"layer {layers[-1]}: GPT2LMHeadModel has 2 layers (0 to 1)."
+        checked("gpt2", layer=layers)
+    assert (
+        str(caught.value) == f"layer {layers[-1]} is not there: GPT2LMHeadModel has layers 0 to 1."
+    )
 
 
 def test_no_layers_at_all_are_refused() -> None:
-    with pytest.raises(IndexError, match="layers is empty: GPT2LMHeadModel has 2; None means"):
-        checked("gpt2", layers=[])
+    with pytest.raises(
+        IndexError, match="layer is empty: GPT2LMHeadModel has layers 0 to 1; None means"
+    ):
+        checked("gpt2", layer=[])
 
 
 def test_the_command_refuses_layers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "pocket", "--layers", "12"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "interpose check: layer 12: GPT2LMHeadModel has 7 layers (0 to 6)." in shown.err
+    assert "interpose check: layer 12 is not there: GPT2LMHeadModel has layers 0 to 6." in shown.err
 
 
 def test_inputs_are_made_where_none_are_given() -> None:
@@ -369,9 +373,9 @@ COLUMNS: list[Any] = [
 def test_sabotage_is_noticed_by_name(
     monkeypatch: pytest.MonkeyPatch, sabotage: Sabotage, model_type: str, promise: str, site: str
 ) -> None:
-    assert sound(model_type, layers=(0,)).passed
+    assert sound(model_type, layer=(0,)).passed
     sabotage(monkeypatch)
-    model, report = checked(model_type, layers=(0,))
+    model, report = checked(model_type, layer=(0,))
     assert not report.passed
     assert promise in promises(report)
     assert site in failing(report, promise)
@@ -392,14 +396,14 @@ def test_sabotage_is_noticed_by_name(
 def test_wrong_columns_are_noticed(
     monkeypatch: pytest.MonkeyPatch, sabotage: Sabotage, model_type: str
 ) -> None:
-    assert sound(model_type, layers=(0,)).passed
+    assert sound(model_type, layer=(0,)).passed
     sabotage(monkeypatch)
-    assert not checked(model_type, layers=(0,))[1].passed
+    assert not checked(model_type, layer=(0,))[1].passed
 
 
 def test_an_addend_that_does_not_add_up_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_multiplier(monkeypatch)
-    model, _ = checked("granite", layers=(0,))
+    model, _ = checked("granite", layer=(0,))
     assert "blocks.0.hook_attn_out" not in model.sites
 
 
@@ -422,7 +426,7 @@ def test_what_fails_in_one_block_is_withdrawn_in_blocks_that_were_not_tried(
     module = tiny.build("gpt2", layers=3)
     model: Any = ip.wrap(module)
     before = set(model.sites)
-    model.check(tiny.inputs(module), layers=[1])
+    model.check(tiny.inputs(module), layer=[1])
     gone = {f"blocks.{layer}.attn.hook_pattern" for layer in range(3)}
     assert before - set(model.sites) == gone
     assert model.sites.absent["blocks.1.attn.hook_pattern"].startswith("it failed its proof here: ")
@@ -436,4 +440,4 @@ def test_a_gate_taken_for_what_it_is_multiplied_by_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate_and_up_swapped(monkeypatch)
-    assert not checked("llama", layers=(0,))[1].passed
+    assert not checked("llama", layer=(0,))[1].passed

@@ -375,8 +375,12 @@ def test_edits_that_cannot_mean_anything_say_so() -> None:
         "zero('resid_pre', layer=0, head=1): 'blocks.0.hook_resid_pre' has no axis of heads: "
         "it is ('batch', 'pos', 'd_model')."
     )
-    assert error(ip.zero("z", layer=0, head=4)).endswith("'blocks.0.attn.hook_z' has 4 heads.")
-    assert error(ip.zero("z", layer=0, pos=7)).endswith("has 7 positions here.")
+    assert error(ip.zero("z", layer=0, head=4)).endswith(
+        "head 4 is not there: 'blocks.0.attn.hook_z' has heads 0 to 3."
+    )
+    assert error(ip.zero("z", layer=0, pos=7)).endswith(
+        "pos 7 is not there: 'blocks.0.attn.hook_z' has positions 0 to 6."
+    )
     assert "inside model.generate only" in error(ip.zero("z", layer=0, phase="generated"))
     assert "what it selects of 'blocks.0.hook_resid_pre' is (2, 1, 32)" in error(
         ip.fill("resid_pre", torch.zeros(2, 3, 32), layer=0, pos=1)

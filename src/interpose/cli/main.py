@@ -116,7 +116,7 @@ def _demo(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> int:
-    report = _load(given).check(layers=given.layers)
+    report = _load(given).check(layer=given.layers)
     _print(json.dumps(report.to_dict(), indent=2) if given.json else repr(report))
     return 0 if report.passed else 1
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.edits.blocks import find
 from interpose.edits.edit import Edit, Spot
-from interpose.edits.places import find
 from interpose.edits.positions import choose, wanted_positions
 from interpose.edits.selector import Layers, Positions, at
 from interpose.engine.points import HookPoint

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interpose.edits.places import Block, batch_axis, find, unit_axis
+from interpose.edits.blocks import Block, batch_axis, find, unit_axis
 from interpose.edits.saving import Saved, written
 from interpose.edits.selector import FIELDS, Layers, Numbers, Positions, at, merged
 from interpose.edits.sources import looked_up

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.edits.blocks import batch_axis, unit_axis
 from interpose.edits.edit import Edit, Spot
-from interpose.edits.places import batch_axis, unit_axis
-from interpose.edits.positions import places
+from interpose.edits.positions import along
 from interpose.edits.selector import Numbers
 from interpose.edits.sources import as_source, looked_up
 from interpose.engine.points import HookPoint
@@ -88,10 +88,10 @@ def brought(given: Tensor, spot: Spot, source_pos: Any = None) -> Tensor:
 
 def _in_order(source_pos: Any, length: int, edit: Edit, hook: HookPoint) -> Tensor:
     if isinstance(source_pos, slice):
-        return places(source_pos, length, "positions", repr(edit), "its source")
+        return along(source_pos, length, "pos", repr(edit), "its source")
     wanted = torch.as_tensor(source_pos, device="cpu").reshape(-1)
     if wanted.dtype == torch.bool:
-        return places(wanted, length, "positions", repr(edit), "its source")
+        return along(wanted, length, "pos", repr(edit), "its source")
     if bool(((wanted >= length) | (wanted < -length)).any()):
         raise IndexError(f"{edit!r}: its source has {length} positions at {hook.name!r}.")
     return wanted % length

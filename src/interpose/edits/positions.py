@@ -1,4 +1,4 @@
-"""Which places along an axis are meant, the same whether a KV cache is used or not."""
+"""Which indices along an axis are meant, the same whether a KV cache is used or not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from interpose.edits import texts
 from interpose.engine.points import HookPoint, Window
+from interpose.models.selection import PLURAL, absent
 
 
 class Chosen(NamedTuple):
@@ -37,8 +38,9 @@ def pos_axis(value: Tensor, hook: HookPoint) -> int:
     return 1
 
 
-def places(given: Any, count: int, what: str, label: str, name: str) -> Tensor:
-    """Places along an axis of some size: ascending, each once."""
+def along(given: Any, count: int, word: str, label: str, name: str) -> Tensor:
+    """Indices along an axis of some size: ascending, each once."""
+    what = PLURAL[word]
     if isinstance(given, slice):
         return torch.arange(count, device="cpu")[given]
     wanted = torch.as_tensor(given, device="cpu").reshape(-1)
@@ -50,8 +52,9 @@ def places(given: Any, count: int, what: str, label: str, name: str) -> Tensor:
         return wanted.nonzero().flatten()
     if wanted.is_floating_point():
         raise TypeError(f"{label}: {what} are whole numbers; got {given!r}.")
-    if bool(((wanted >= count) | (wanted < -count)).any()):
-        raise IndexError(f"{label}: {name!r} has {count} {what}.")
+    outside = wanted[(wanted >= count) | (wanted < -count)]
+    if len(outside):
+        raise IndexError(f"{label}: {absent(word, int(outside[0]), count, repr(name))}")
     found: Tensor = torch.unique(wanted % count)
     return found
 
@@ -82,10 +85,12 @@ def wanted_positions(
     if wanted.is_floating_point():
         raise TypeError(f"{where.label}: positions are whole numbers; got {pos!r}.")
     wanted = wanted.reshape(-1)
-    wanted = torch.where(wanted < 0, wanted + window.total, wanted)
-    if window.is_all and bool(((wanted >= window.end) | (wanted < 0)).any()):
-        raise IndexError(f"{where.label}: {hook.name!r} has {window.end} positions here.")
-    return wanted
+    found = torch.where(wanted < 0, wanted + window.total, wanted)
+    outside = wanted[(found >= window.end) | (found < 0)]
+    if window.is_all and len(outside):
+        wrong = absent("pos", int(outside[0]), window.end, repr(hook.name))
+        raise IndexError(f"{where.label}: {wrong}")
+    return found
 
 
 def _masked(

@@ -1,7 +1,7 @@
 """`at`: one language for places, to read and to write. What it means of a model, and of a value there.
 
 A selector is plain data, so it is made without a model. `select_in` finds its sites in one, `find`
-(in `places.py`) the part of a value that is meant; `cut` and `put` read and write that part.
+(in `blocks.py`) the part of a value that is meant; `cut` and `put` read and write that part.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.edits.places import check_axes, find
+from interpose.edits.blocks import check_axes, find
 from interpose.edits.saving import Saved, written
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, NothingMatched, NothingSelected
 from interpose.models.naming import names
+from interpose.models.selection import entries
 from interpose.sites.grammar import is_glob
 from interpose.sites.tree import Filter, ModuleTree, Site
 
@@ -252,11 +253,10 @@ def _layers(layer: Layers, count: int, label: str) -> list[int]:
         return list(range(count))
     if isinstance(layer, slice):
         return list(range(count))[layer]
-    wanted = [layer] if isinstance(layer, int) else [int(number) for number in layer]
-    for number in wanted:
-        if not -count <= number < count:
-            raise IndexError(f"{label}: layer {number}; the model has layers 0 to {count - 1}.")
-    return sorted({number % count for number in wanted})
+    try:
+        return sorted(entries(layer, count, "layer", "the model"))
+    except IndexError as error:
+        raise IndexError(f"{label}: {error}") from None
 
 
 def _in_layers(

@@ -19,6 +19,7 @@ from interpose.engine.points import HookPoint
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.batching import packed
 from interpose.models.running.masks import side_of
+from interpose.models.selection import missing_text, spans_of
 from interpose.taps.context import graph_task, under_checkpoint
 
 if TYPE_CHECKING:
@@ -48,27 +49,12 @@ class Seen:
             pieces, ids = self.pieces(model, row), self.tokens[row].tolist()
             alone = model._ids([text], special=False)[0]
             real = [True] * len(ids) if self.mask is None else (self.mask[row] != 0).tolist()
-            found = []
-            for start in range(len(ids)):
-                length = _length(pieces, start, text)
-                if ids[start : start + len(alone)] == alone:
-                    length = len(alone)  # characters that are cut into several tokens
-                if length and all(real[start : start + length]):
-                    found.append(range(self.first + start, self.first + start + length))
-            self._spans[text, row] = found
+            self._spans[text, row] = [
+                range(self.first + span.start, self.first + span.stop)
+                for span in spans_of(text, pieces, ids, alone)
+                if all(real[span.start : span.stop])
+            ]
         return [span for span in self._spans[text, row] if end is None or span.stop <= end]
-
-
-def _length(pieces: Sequence[str], start: int, text: str) -> int:
-    """How many tokens from one on are a text; 0 if none are."""
-    said = ""
-    for count, piece in enumerate(pieces[start:], 1):
-        said += piece
-        if said == text:
-            return count
-        if not text.startswith(said):
-            break
-    return 0
 
 
 _MEMORY: weakref.WeakKeyDictionary[Any, dict[int, list[Seen]]] = weakref.WeakKeyDictionary()
@@ -99,7 +85,8 @@ def by_row(
             line = row if seen.tokens.shape[0] > 1 else 0
             spans = seen.spans(hook.model, text, line, window.prompt)
             if not spans and complete and row in needed and not where._is_exclusion:
-                raise NothingSelected(_missing(where, text, row, seen.pieces(hook.model, line)))
+                said = missing_text(text, f"row {row}", seen.pieces(hook.model, line))
+                raise NothingSelected(f"{where.label}: {said}")
             pick = {"first": spans[:1], "last": spans[-1:]}.get(where.occurrence, spans)
             there.update(place for span in pick for place in span)
         found.append(torch.tensor(sorted(there), dtype=torch.long, device="cpu"))
@@ -110,14 +97,6 @@ def _rows(chosen: Any, batch: int) -> list[int]:
     if not isinstance(chosen, (slice, Tensor)):
         chosen = [chosen] if isinstance(chosen, int) else list(chosen)
     return torch.arange(batch, device="cpu")[chosen].tolist()
-
-
-def _missing(where: Any, text: str, row: int, pieces: list[str]) -> str:
-    shown = pieces if len(pieces) <= 40 else [*pieces[:20], "...", *pieces[-20:]]
-    return (
-        f"{where.label}: {text!r} is not in row {row}, whose tokens are {shown}.\n  A text is one or more "
-        "whole tokens; most tokenizers have words with the space before them (' Paris')."
-    )
 
 
 def _seen(where: Any, window: Window, hook: HookPoint, value: Tensor, batch: int) -> Seen:

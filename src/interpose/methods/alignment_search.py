@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import interpose as ip
+from interpose.models.selection import Some, entries
 from interpose.render.labelled import Labelled
 
 _DRAWS = 5  # random subspaces, of which the mean is given
@@ -124,9 +125,9 @@ def alignment_search(
     base: Any,
     source: Any,
     *,
-    targets: Any,
+    answer: Any,
     instead: Any = None,
-    layer: int | Sequence[int],
+    layer: Some,
     pos: int | str | Sequence[int | str] = -1,
     site: str = "resid_post",
     head: int | None = None,
@@ -142,7 +143,7 @@ def alignment_search(
     """A subspace that carries a variable from one text into another, with its accuracy on pairs held out.
 
     ```python
-    found = ip.alignment_search(model, bases, sources, targets=answers, layer=4, pos=-1)
+    found = ip.alignment_search(model, bases, sources, answer=answers, layer=4, pos=-1)
     found.values, found.baselines, found.directions
     model.run_with_hooks(text, hooks=[found.edit(cache_of_another_text)])
     ```
@@ -151,7 +152,7 @@ def alignment_search(
         model: a model of transformers, in eval mode.
         base: texts, or tokens.
         source: as many, each of its base's length: where the variable's value comes from.
-        targets: the token that each base should be followed by with its source's value of the variable.
+        answer: the token that each base should be followed by with its source's value of the variable.
         instead: tokens to be ahead of. By default a pair is right if its target is ahead of all tokens.
         layer: a layer, or several to search each.
         pos: a position or a text (all its tokens), or several to search each; with ``layer``, a grid.
@@ -180,15 +181,15 @@ def alignment_search(
         head=head,
         train=_some(batches, set(range(total)) - numbers, batch_size),
         test=_some(batches, numbers, batch_size),
-        answers=(targets, instead),
-        shuffled=_shuffled(targets, instead, total, drawn) if placebo else None,
+        answers=(answer, instead),
+        shuffled=_shuffled(answer, instead, total, drawn) if placebo else None,
         dimensions=dimensions,
         steps=steps,
         lr=lr,
         seed=seed,
     )
-    layers = [one + len(model.blocks) if one < 0 else one for one in _listed(layer)]
-    positions = _listed(pos)
+    layers = entries(layer, len(model.blocks), "layer", "the model")
+    positions = list(dict.fromkeys([pos] if isinstance(pos, (int, str)) else pos))
     found = [[_searched(search, one, place) for place in positions] for one in layers]
     return _result(search, found, {"layer": layers, "pos": positions}, sorted(numbers))
 
@@ -382,7 +383,3 @@ def _shuffled(targets: Any, instead: Any, total: int, drawn: torch.Generator) ->
     order = torch.randperm(total, generator=drawn, device="cpu").tolist()
     single = instead is None or isinstance(instead, (str, int))
     return [targets[n] for n in order], instead if single else [instead[n] for n in order]
-
-
-def _listed(given: Any) -> list[Any]:
-    return [given] if isinstance(given, (int, str)) else list(given)

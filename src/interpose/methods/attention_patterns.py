@@ -9,7 +9,6 @@ the layers that are asked for compute them, and no other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
 import interpose as ip
-from interpose.methods.layers import Layers, sites_in
+from interpose.methods.layers import sites_in
+from interpose.models.selection import Some, entries
 from interpose.render import colours, png
 from interpose.render.html import image
 from interpose.render.text import table
@@ -152,10 +152,10 @@ class AttentionPatterns(ip.Scores):
 
 def attention_patterns(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
-    layers: Layers = None,
-    heads: int | Sequence[int] | None = None,
+    layer: Some = None,
+    head: Some = None,
     prepend_bos: bool | None = None,
 ) -> AttentionPatterns:
     """The attention probabilities of every head on one text, [layer, head, query, key].
@@ -168,17 +168,17 @@ def attention_patterns(
 
     Args:
         model: a model of transformers, in eval mode.
-        text: one text, or its tokens [pos] or [1, pos].
-        layers: which; by default all that have attention. Only these compute their patterns explicitly.
-        heads: which; by default all.
+        texts: one text, or its tokens [pos] or [1, pos].
+        layer: which; by default all that have attention. Only these compute their patterns explicitly.
+        head: which; by default all.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    batch, *more = ip.batches(model, text, batch_size=1, prepend_bos=prepend_bos)
+    batch, *more = ip.batches(model, texts, batch_size=1, prepend_bos=prepend_bos)
     if more:
         raise ValueError(
             f"attention_patterns draws one text; got {1 + len(more)}. Call it once for each."
         )
-    chosen = sites_in(model, "pattern", layers, "attention")
+    chosen = sites_in(model, "pattern", layer, "attention")
     with torch.no_grad():
         _, cache = model.run_with_cache(
             batch.clean, names_filter=list(chosen.values()), remove_batch_dim=True, return_type=None
@@ -188,9 +188,9 @@ def attention_patterns(
     if len(sizes) > 1:
         raise ip.Unsupported(
             f"layers of this model have {' and '.join(map(str, sorted(sizes)))} heads, so their patterns are no "
-            "one table. Ask for layers=[...] that are alike."
+            "one table. Ask for layer=[...] that are alike."
         )
-    numbers = _heads(heads, *sizes)
+    numbers = entries(head, sizes.pop(), "head", "the model")
     values = torch.stack(found)[:, numbers]
     positions = list(range(values.shape[-1]))
     return AttentionPatterns(
@@ -208,14 +208,6 @@ def attention_patterns(
         "what it copies may be undone later. Ablate or patch it to see whether it matters.",
         tokens=batch.str_tokens,
     )
-
-
-def _heads(given: int | Sequence[int] | None, count: int) -> list[int]:
-    """Numbers of heads, counted from the front."""
-    wanted = range(count) if given is None else [given] if isinstance(given, int) else given
-    if not wanted or any(not -count <= head < count for head in wanted):
-        raise IndexError(f"heads={given!r}; the model has heads 0 to {count - 1}.")
-    return [head % count for head in wanted]
 
 
 def _picture(values: Tensor, width: int, high: int | None = None) -> str:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.gradient_attribution import Places, sites_by_layer
-from interpose.methods.layers import Layers
+from interpose.methods.gradient_attribution import ByLayer, sites_by_layer
+from interpose.models.selection import Some
 from interpose.render.html import html_table
 from interpose.render.text import table
 from interpose.results.table import number
@@ -39,7 +39,7 @@ class AttributionPatching(ip.Scores):
         each: the estimate of every example, [*axes, example]; ``values`` is their mean.
         clean: the metric of the clean run, the mean over examples.
         corrupt: of the corrupted run.
-        direction: ``denoise`` or ``noise``.
+        patch: whose values were put into the other run.
         verified: for each place that was really patched: its entries, ``estimate``, ``effect``, and ``agrees``, whether
             the two have one sign and are within a factor of two.
         correlation: of estimates and effects over those places (Pearson); None for fewer than three.
@@ -48,7 +48,7 @@ class AttributionPatching(ip.Scores):
     each: Tensor
     clean: float
     corrupt: float
-    direction: str
+    patch: str
     verified: list[dict[str, Any]]
     correlation: float | None = None
 
@@ -56,7 +56,7 @@ class AttributionPatching(ip.Scores):
     def normalised(self) -> Tensor:
         """The estimates as shares of the whole way from the changed run to the other: 1 is all of it."""
         way = self.clean - self.corrupt
-        return self.values / (way if self.direction == "denoise" else -way)
+        return self.values / (way if self.patch == "clean" else -way)
 
     def lines(self) -> list[str]:
         """What is said above the numbers, and how many places agree with patching."""
@@ -96,8 +96,8 @@ def attribution_patching(
     site: str | Sequence[str] = "z",
     over: str | Sequence[str] | None = None,
     rule: str | Sequence[str] = "relp",
-    direction: str = "denoise",
-    layers: Layers = None,
+    patch: str = "clean",
+    layer: Some = None,
     verify: int = 0,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
@@ -124,16 +124,16 @@ def attribution_patching(
         over: the axes of the result, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``; the others are added up.
             By default layers and positions, and heads where the site has them.
         rule: ``relp``, ``gradient`` for the plain gradient, or the rules that `ip.relp` is to follow.
-        direction: ``denoise`` puts clean values into the corrupted run; ``noise`` corrupted ones into the clean run.
-        layers: which; by default all that have the site.
+        patch: whose values are put into the other run: ``clean`` or ``corrupt``.
+        layer: which; by default all that have the site.
         verify: how many of the strongest places to patch really, a forward pass each.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    _check(clean, corrupt, metric, direction, verify)
-    here, there = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
+    _check(clean, corrupt, metric, patch, verify)
+    here, there = (corrupt, clean) if patch == "clean" else (clean, corrupt)
     kinds = [site] if isinstance(site, str) else list(site)
-    sites = sites_by_layer(model, kinds, layers)
+    sites = sites_by_layer(model, kinds, layer)
     hooks = _hooks(model, rule, kinds)
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
     found = ip.gradient_times_activation(
@@ -144,7 +144,7 @@ def attribution_patching(
         site=kinds,
         over=_usual(sites) if over is None else over,
         hooks=hooks,
-        layers=layers,
+        layer=layer,
         **options,
     )
     assert found.baseline is not None
@@ -154,45 +154,45 @@ def attribution_patching(
     here_measured, there_measured = float(found.measured.mean()), float(found.baseline.mean())
     return AttributionPatching.averaged(
         each,
-        title=f"{ip.metrics.label(metric)}: what patching {', '.join(kinds)} would do, estimated ({direction})",
+        title=f"{ip.metrics.label(metric)}: what patching {', '.join(kinds)} would do, estimated (patch={patch!r})",
         axes=found.axes,
         unit="metric",
-        protocol=_protocol(found, rule, direction, hooks, len(pairs) * len(verified)),
+        protocol=_protocol(found, rule, patch, hooks, len(pairs) * len(verified)),
         evidence=_EVIDENCE,
         tokens=ip.batches(model, clean, corrupt, **options)[0].str_tokens,
         each=each,
-        clean=there_measured if direction == "denoise" else here_measured,
-        corrupt=here_measured if direction == "denoise" else there_measured,
-        direction=direction,
+        clean=there_measured if patch == "clean" else here_measured,
+        corrupt=here_measured if patch == "clean" else there_measured,
+        patch=patch,
         verified=verified,
         correlation=_correlation(verified),
     )
 
 
-def _check(clean: Any, corrupt: Any, metric: Any, direction: str, verify: int) -> None:
+def _check(clean: Any, corrupt: Any, metric: Any, patch: str, verify: int) -> None:
     if clean is None or corrupt is None:
         raise ValueError(
             "patching needs two texts, clean and corrupt. For what one alone owes to its values, see "
             "ip.gradient_times_activation."
         )
-    if direction not in ("denoise", "noise"):
-        raise ValueError(f"direction is 'denoise' or 'noise'; got {direction!r}.")
-    if direction == "noise" and isinstance(metric, ip.metrics.kl):
+    if patch not in ("clean", "corrupt"):
+        raise ValueError(f"patch is 'clean' or 'corrupt'; got {patch!r}.")
+    if patch == "corrupt" and isinstance(metric, ip.metrics.kl):
         raise ValueError(
-            "kl is least in the clean run, so its gradient is zero there: use direction='denoise'."
+            "kl is least in the clean run, so its gradient is zero there: use patch='clean'."
         )
     if verify < 0:
         raise ValueError(f"verify is how many places to patch really, 0 or more; got {verify}.")
 
 
-def _protocol(found: Any, rule: Any, direction: str, hooks: Any, patched: int) -> dict[str, Any]:
+def _protocol(found: Any, rule: Any, patch: str, hooks: Any, patched: int) -> dict[str, Any]:
     """How the estimates were made; the places that were patched took a run each, and one for their values."""
     ran = dict(found.protocol)
     extra = patched + ran["backwards"] if patched else 0
     left = getattr(hooks, "left", [])
     return {
         "metric": ran["metric"],
-        "direction": direction,
+        "patch": patch,
         "rule": rule if isinstance(rule, str) else list(rule),
         **({"with_their_true_gradient": left} if left else {}),
         "examples": ran["examples"],
@@ -217,7 +217,7 @@ def _hooks(model: Any, rule: str | Sequence[str], kinds: Sequence[str]) -> list[
     return ip.relp(model) if rule == "relp" else ip.relp(model, rules=rule)
 
 
-def _usual(sites: dict[str, Places]) -> tuple[str, ...]:
+def _usual(sites: dict[str, ByLayer]) -> tuple[str, ...]:
     """The axes that all of these sites have, but for single features."""
     rows = [entry for row in sites.values() for entry in row.items()]
     words = ["site"] if len(sites) > 1 else []
@@ -231,7 +231,7 @@ def _verified(
     model: Any,
     pairs: Sequence[Any],
     metric: Any,
-    sites: dict[str, Places],
+    sites: dict[str, ByLayer],
     found: Any,
     count: int,
 ) -> list[dict[str, Any]]:
@@ -251,8 +251,8 @@ def _verified(
             }
             if layers != [None]:
                 words.setdefault("layer", layers)  # added up, if they are no axis
-            patch = ip.patch(names[place.get("site", first)], values, **words)
-            patched = measure(model.run_with_hooks(pair.clean, hooks=[patch]))
+            edit = ip.patch(names[place.get("site", first)], values, **words)
+            patched = measure(model.run_with_hooks(pair.clean, hooks=[edit]))
             effects[at, numbers] = patched.float().cpu() - found.measured[numbers]
     made = []
     for place, effect in zip(places, effects.mean(-1).tolist()):

@@ -12,6 +12,7 @@ from torch import Tensor
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.running.masks import remember
 from interpose.models.running.rows import tokens_of
+from interpose.models.selection import entries, missing_text, spans_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
 from interpose.sweeps.reference import wanted_logits
@@ -113,30 +114,17 @@ class Batch:
             for one in wanted:
                 if isinstance(one, str):
                     places |= self._places_of(one, row, self.numbers[example])
-                elif -length <= one < length:
-                    places.add(int(one) % length)
                 else:
-                    raise IndexError(f"position {one} of a text with {length} tokens.")
+                    places |= set(entries(one, length, "pos", f"text {self.numbers[example]}"))
             found.append(sorted(places))
         return found
 
     def _places_of(self, text: str, row: list[int], number: int) -> set[int]:
         pieces = [self.model.to_single_str_token(token) for token in row]
-        found: set[int] = set()
-        for start in range(len(pieces)):
-            said = ""
-            for end in range(start, len(pieces)):
-                said += pieces[end]
-                if said in (text, f" {text}"):
-                    found |= set(range(start, end + 1))
-                if len(said) > len(text):
-                    break
+        found = spans_of(text, pieces, row, self.model._ids([text], special=False)[0])
         if not found:
-            raise NothingSelected(
-                f"{text!r} is not in text {number}, whose tokens are {pieces}.\n  A text is one or more whole tokens; "
-                "positions may also be numbers."
-            )
-        return found
+            raise NothingSelected(missing_text(text, f"text {number}", pieces))
+        return {place for span in found for place in span}
 
     def ids(self, words: Words) -> Tensor:
         """A token for each of these examples, [example].

@@ -97,8 +97,8 @@ class PromptComparison(ip.Scores):
 @torch.no_grad()
 def compare_prompts(
     model: Any,
-    a: Any,
-    b: Any,
+    clean: Any,
+    corrupt: Any,
     *,
     answer: Any = None,
     instead: Any = None,
@@ -118,8 +118,8 @@ def compare_prompts(
 
     Args:
         model: a causal language model.
-        a: a text, several, or tokens [batch, pos].
-        b: the texts to compare with, each as long as its partner; numbers are means over pairs.
+        clean: a text, several, or tokens [batch, pos].
+        corrupt: the texts to compare with, each as long as its partner; numbers are means over pairs.
         answer: a token whose direct logit attribution is compared too; one for all pairs, or one for each.
         instead: a token whose logit is subtracted from the answer's, likewise.
         by: ``component`` (embeddings, attention and MLP of each layer), or ``head``.
@@ -128,9 +128,9 @@ def compare_prompts(
         batch_size: how many pairs run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    _check(a, b, answer, instead, by, pos)
+    _check(clean, corrupt, answer, instead, by, pos)
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
-    found = ip.batches(model, a, b, **options)
+    found = ip.batches(model, clean, corrupt, **options)
     lengths = sorted({batch.clean.shape[1] for batch in found})
     if pos is None and len(lengths) > 1:
         raise ValueError(
@@ -158,7 +158,7 @@ def compare_prompts(
     parts: dict[str, Any] = {}
     if answer is not None:
         at = {"by": by, "pos": -1 if pos is None else pos, **options}
-        parts = _attributions(model, a, b, answer, instead, axes, at)
+        parts = _attributions(model, clean, corrupt, answer, instead, axes, at)
     return PromptComparison(
         title=f"Two prompts compared by {by}",
         values=values,
@@ -184,7 +184,9 @@ def _check(a: Any, b: Any, answer: Any, instead: Any, by: str, pos: int | None) 
     if answer is None and instead is not None:
         raise ValueError("instead is subtracted from an answer: give answer=... too.")
     if a is None or b is None:
-        raise ValueError("two prompts are compared: give a and b, each as long as its partner.")
+        raise ValueError(
+            "two prompts are compared: give clean and corrupt, each as long as its partner."
+        )
     if pos is not None and not isinstance(pos, int):
         raise TypeError(f"pos is one position, a number, or None for each; got {pos!r}.")
 

@@ -12,7 +12,7 @@ norm's divisor of each prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,41 +59,43 @@ class FunctionVector(ip.Scores):
 @torch.no_grad()
 def function_vector(
     model: Any,
-    prompts: Any,
+    texts: Any,
     corrupt: Any = None,
     *,
-    answers: Any = None,
+    answer: Any = None,
     metric: Any = None,
-    heads: int | Sequence[tuple[int, int]] = 10,
+    head: int | Sequence[tuple[int, int]] = 10,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: bool | Callable[[int, int], Any] = True,
 ) -> FunctionVector:
     """What each head carries of a task that prompts show, and the vector that the strongest heads write.
 
     ```python
-    task = ip.function_vector(model, prompts, corrupt, answers=[" Paris", " Tokyo"])
+    task = ip.function_vector(model, prompts, corrupt, answer=[" Paris", " Tokyo"])
     model.run_with_hooks(other, hooks=[task.edit(layer=5)])
     ```
 
     Args:
         model: a model of transformers, in eval mode.
-        prompts: texts that show the task, of any lengths; only their last tokens are looked at.
+        texts: texts that show the task, of any lengths; only their last tokens are looked at.
         corrupt: texts that do not show it, such as the same with shuffled answers, of any lengths and any number.
-            None measures nothing, and goes with ``heads`` given as pairs.
-        answers: the right answers to ``corrupt``, one token for all or one for each; their probability is measured.
+            None measures nothing, and goes with ``head`` given as pairs.
+        answer: the right answers to ``corrupt``, one token for all or one for each; their probability is measured.
         metric: what to measure of ``corrupt`` instead: one of `ip.metrics`, or a function of logits.
-        heads: how many of the strongest heads write the vector, or which, as pairs (layer, head).
+        head: how many of the strongest heads write the vector, or which, as pairs (layer, head).
         batch_size: how many texts run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
-    if corrupt is None and isinstance(heads, int):
+    if corrupt is None and isinstance(head, int):
         raise ValueError(
-            f"heads={heads} are chosen by their effect on corrupted prompts, and there are none. Give corrupt and "
-            "answers, or the heads themselves: heads=[(5, 0), (5, 2)]."
+            f"head={head} are chosen by their effect on corrupted prompts, and there are none. Give corrupt and "
+            "answer, or the heads themselves: head=[(5, 0), (5, 2)]."
         )
-    if corrupt is not None and (answers is None) == (metric is None):
-        raise ValueError("say what to measure of the corrupted prompts: answers=... or metric=...")
-    parts = ip.batches(model, prompts, batch_size=batch_size, prepend_bos=prepend_bos)
+    if corrupt is not None and (answer is None) == (metric is None):
+        raise ValueError("say what to measure of the corrupted prompts: answer=... or metric=...")
+    parts = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
     means, written = _averages(model, parts)
     layers, count = list(written), len(next(iter(written.values())))
     effects, noise_floor = torch.full((len(layers), count), torch.nan, device="cpu"), 0.0
@@ -106,10 +108,10 @@ def function_vector(
             over=("layer", "head"),
             edit=lambda site, **head: ip.fill(site, means, pos=-1, **head),
             # one alone: a mapping of several is refused
-            metric={"metric": ip.metrics.probability(answers) if metric is None else metric},
+            metric={"metric": ip.metrics.probability(answer) if metric is None else metric},
             batch_size=batch_size,
             prepend_bos=prepend_bos,
-            progress=False,
+            progress=progress,
         )
         effects, noise_floor = swept.effect[0].cpu(), swept.noise_floor
         protocol["forwards"] += swept.tally.forwards
@@ -118,7 +120,7 @@ def function_vector(
             "probability of the answers" if metric is None else ip.metrics.label(metric)
         )
         protocol["baseline"] = float(swept.baseline.mean())
-    chosen = _chosen(heads, effects, layers, len(model.blocks))
+    chosen = _chosen(head, effects, layers, len(model.blocks))
     return FunctionVector(
         title=f"What each head carries of a task, and the vector of {len(chosen)} heads",
         values=effects,
@@ -146,7 +148,7 @@ def _chosen(
     wrong = [pair for pair in found if pair[0] not in layers or not 0 <= pair[1] < count]
     if wrong or not found:
         raise IndexError(
-            f"heads={heads!r}: give at least one, of layers {layers[0]} to {layers[-1]} and heads 0 to {count - 1}."
+            f"head={heads!r}: give at least one, of layers {layers[0]} to {layers[-1]} and heads 0 to {count - 1}."
         )
     return found
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, chosen_layers
+from interpose.methods.layers import chosen_layers
+from interpose.models.selection import Some
 
 AXES = ("site", "layer", "head", "neuron", "pos")
-Places = dict[int | None, tuple[str, tuple[str, ...]]]
+ByLayer = dict[int | None, tuple[str, tuple[str, ...]]]
 """By layer: the name of a site, and what its axes are in the words of ``over``."""
 
 
@@ -43,13 +44,13 @@ class Attribution(ip.Scores):
 
 def saliency(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     metric: Any,
     site: str | Sequence[str] = "embed",
     over: str | Sequence[str] | None = None,
     hooks: Sequence[Any] = (),
-    layers: Layers = None,
+    layer: Some = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
 ) -> Attribution:
@@ -64,13 +65,13 @@ def saliency(
 
     Args:
         model: a model of transformers, in eval mode.
-        text: a text, several (the mean over them), or tokens [batch, pos].
+        texts: a text, several (the mean over them), or tokens [batch, pos].
         metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
         site: a kind of site (``embed``, ``resid_pre``, ``z``, ``post``, ...); several with ``over=("site", ...)``.
         over: the axes of the result, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``; the length is taken over
             the others. By default ``layer`` and ``pos``, as far as the site has them.
         hooks: in place during the run, such as `ip.relp`.
-        layers: which; by default all that have the site.
+        layer: which; by default all that have the site.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
@@ -80,13 +81,13 @@ def saliency(
     )
     return _attribution(
         model,
-        ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos),
+        ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos),
         "saliency",
         metric,
         site,
         over,
         hooks,
-        layers,
+        layer,
         lambda grad, _: grad.float().square(),
         evidence,
     )
@@ -94,14 +95,14 @@ def saliency(
 
 def gradient_times_activation(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     metric: Any,
     site: str | Sequence[str] = "embed",
     over: str | Sequence[str] | None = None,
     baseline: Any = None,
     hooks: Sequence[Any] = (),
-    layers: Layers = None,
+    layer: Some = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
 ) -> Attribution:
@@ -115,14 +116,14 @@ def gradient_times_activation(
 
     Args:
         model: a model of transformers, in eval mode.
-        text: a text, several (the mean over them), or tokens [batch, pos].
+        texts: a text, several (the mean over them), or tokens [batch, pos].
         metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
         site: a kind of site (``embed``, ``resid_pre``, ``z``, ``post``, ...); several with ``over=("site", ...)``.
         over: the axes of the result, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``; the others are added up.
             By default ``layer`` and ``pos``, as far as the site has them.
         baseline: texts of the same lengths whose values are subtracted first; by default zero is the baseline.
         hooks: in place during the run with gradients, such as `ip.relp`.
-        layers: which; by default all that have the site.
+        layer: which; by default all that have the site.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
@@ -132,13 +133,13 @@ def gradient_times_activation(
     )
     return _attribution(
         model,
-        ip.batches(model, text, baseline, batch_size=batch_size, prepend_bos=prepend_bos),
+        ip.batches(model, texts, baseline, batch_size=batch_size, prepend_bos=prepend_bos),
         "gradient times activation",
         metric,
         site,
         over,
         hooks,
-        layers,
+        layer,
         # Nothing is owed where nothing answers: a masked score is -inf.
         lambda grad, value: (grad.float() * value.float()).where(grad != 0, 0.0),
         evidence,
@@ -153,12 +154,12 @@ def _attribution(
     site: str | Sequence[str],
     over: str | Sequence[str] | None,
     hooks: Sequence[Any],
-    layers: Layers,
+    layer: Some,
     combine: Callable[[Tensor, Tensor], Tensor],
     evidence: str,
 ) -> Attribution:
     kinds = [site] if isinstance(site, str) else list(site)
-    sites = sites_by_layer(model, kinds, layers)
+    sites = sites_by_layer(model, kinds, layer)
     words = _words(sites, over)
     must_have_gradient(metric)
     if isinstance(metric, ip.metrics.kl) and batches[0].corrupt is None:
@@ -221,15 +222,15 @@ def must_have_gradient(metric: Any) -> None:
         )
 
 
-def sites_by_layer(model: Any, kinds: Sequence[str], layers: Layers) -> dict[str, Places]:
+def sites_by_layer(model: Any, kinds: Sequence[str], layer: Some) -> dict[str, ByLayer]:
     """The sites of each kind, in the layers that have all of them.
 
     Args:
         model: whose.
         kinds: of sites, each with one in a layer.
-        layers: which; None for all.
+        layer: which; None for all.
     """
-    found: dict[str, Places] = {}
+    found: dict[str, ByLayer] = {}
     for kind in kinds:
         row = found[kind] = {}
         for site in _sites_of(model, kind):
@@ -238,16 +239,16 @@ def sites_by_layer(model: Any, kinds: Sequence[str], layers: Layers) -> dict[str
                     f"{kind!r} has both {row[site.layer][0]!r} and {site.name!r} in one layer: ask for one at a time."
                 )
             row[site.layer] = (site.name, _axes(model.hook_dict[site.name]))
-    shared = [layer for layer in found[kinds[0]] if all(layer in row for row in found.values())]
+    shared = [one for one in found[kinds[0]] if all(one in row for row in found.values())]
     if not shared:
         raise ValueError(f"no layer has all of {', '.join(kinds)}.")
-    if layers is not None:
+    if layer is not None:
         said, count = ", ".join(kinds), model.cfg.n_layers
         if shared == [None]:
-            raise ValueError(f"{said}: in no layer, so that layers=... means nothing.")
-        there = [layer for layer in shared if layer is not None]
-        shared = [*chosen_layers(layers, there, count, said)]
-    return {kind: {layer: row[layer] for layer in shared} for kind, row in found.items()}
+            raise ValueError(f"{said}: in no layer, so that layer=... means nothing.")
+        there = [one for one in shared if one is not None]
+        shared = [*chosen_layers(layer, there, count, said)]
+    return {kind: {one: row[one] for one in shared} for kind, row in found.items()}
 
 
 def _sites_of(model: Any, kind: str) -> list[Any]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, sites_in
+from interpose.methods.layers import sites_in
+from interpose.models.selection import Some
 
 Pattern = Tensor | Callable[[Tensor], Tensor]
 """Which keys each query should look at, [query, key]; or a function that says so of a text's tokens [pos]."""
@@ -34,19 +35,19 @@ def head_scores(
     model: Any,
     kind: str | Pattern = "induction",
     *,
-    text: Any = None,
+    texts: Any = None,
     length: int = 50,
     repeats: int = 2,
     batch: int = 8,
     seed: int = 0,
-    layers: Layers = None,
+    layer: Some = None,
     prepend_bos: bool | None = None,
 ) -> ip.Scores:
     """How much of its attention each head pays to the keys that a kind of head would look at, [layer, head].
 
     ```python
     ip.head_scores(model, "induction").top(5)
-    ip.head_scores(model, "previous", text="The cat sat on the mat")
+    ip.head_scores(model, "previous", texts="The cat sat on the mat")
     ip.head_scores(model, lambda tokens: tokens[:, None] == tokens)   # [query, key]: any of the same token
     ```
 
@@ -54,12 +55,12 @@ def head_scores(
         model: a model of transformers, in eval mode.
         kind: ``previous``, ``current``, ``first``, ``duplicate`` or ``induction``; a tensor [query, key] of weights, 1
             for a wanted key; or a function from the tokens of a text [pos] to one.
-        text: a text, several, or tokens; by default random tokens, said again and again.
+        texts: a text, several, or tokens; by default random tokens, said again and again.
         length: how many different random tokens a text has.
         repeats: how often they are said.
         batch: how many random texts.
         seed: of the random tokens.
-        layers: which; by default all that have attention.
+        layer: which; by default all that have attention.
         prepend_bos: whether texts begin with the BOS token; by default as the tokenizer has it.
     """
     if isinstance(kind, str) and kind not in KINDS:
@@ -67,10 +68,10 @@ def head_scores(
             f"no head is called {kind!r}; there are {', '.join(KINDS)}. For others give the wanted keys: a tensor "
             "[query, key], or a function of tokens [pos] that makes one."
         )
-    texts = text
-    if text is None:
+    given = texts is not None
+    if not given:
         texts = _said_again(model, length, repeats, batch, seed, prepend_bos)
-    sites = sites_in(model, "pattern", layers, "attention")
+    sites = sites_in(model, "pattern", layer, "attention")
     total, queries, forwards = torch.zeros(1, 1, dtype=torch.float64, device="cpu"), 0, 0
     for part in ip.batches(model, texts, prepend_bos=prepend_bos):
         wanted = torch.stack([_wanted(kind, row) for row in part.clean])  # [example, query, key]
@@ -93,7 +94,7 @@ def head_scores(
         unit="share of attention",
         protocol={
             "kind": name,
-            "texts": made if text is None else "given",
+            "texts": "given" if given else made,
             "queries": queries,
             "forwards": forwards,
         },
@@ -115,7 +116,7 @@ def _paid(model: Any, tokens: Tensor, wanted: Tensor, sites: list[str]) -> Tenso
     if len({len(heads) for heads in found}) > 1:
         raise ip.Unsupported(
             "layers of this model have different numbers of heads, so their scores are no one table. Ask for "
-            "layers=[...] that are alike."
+            "layer=[...] that are alike."
         )
     return torch.stack(found)
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.gradient_attribution import folded, must_have_gradient, sites_by_layer
-from interpose.methods.layers import Layers
+from interpose.models.selection import Some
 from interpose.results.table import number
 
 _CLOSE = 0.01
+_ROWS = 64  # that run together
 _EVIDENCE = (
     "Evidence for how the change of the metric from the baseline to this text is shared out over values, along one "
     "straight path; not for what taking a value away does, and another baseline or path shares out differently."
@@ -70,7 +71,7 @@ class IntegratedGradients(ip.Scores):
 
 def integrated_gradients(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     metric: Any,
     site: str = "embed",
@@ -78,9 +79,9 @@ def integrated_gradients(
     baseline: Any = None,
     steps: int | str = 32,
     method: str = "midpoint",
-    layers: Layers = None,
+    layer: Some = None,
     max_steps: int = 512,
-    max_rows: int = 64,
+    max_rows: int | None = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
 ) -> IntegratedGradients:
@@ -95,7 +96,7 @@ def integrated_gradients(
 
     Args:
         model: a model of transformers, in eval mode.
-        text: a text, several (the mean over them), or tokens [batch, pos].
+        texts: a text, several (the mean over them), or tokens [batch, pos].
         metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
         site: a kind of site: ``embed`` for the input, ``resid_pre``, ``mlp_out``, ...; each layer has its own path.
         over: the axes of the result, of ``layer``, ``head``, ``neuron`` and ``pos``; the others are added up. By
@@ -104,9 +105,9 @@ def integrated_gradients(
             over positions (``"mean"``), or a tensor of floats that fits the value [example, pos, ...].
         steps: how many points each path has; ``auto`` doubles them from 8 until the gap is at most one percent.
         method: where the points lie: ``midpoint`` (evenly) or ``gauss`` (Gauss-Legendre), better from some 64 steps on.
-        layers: which; by default all that have the site.
+        layer: which; by default all that have the site.
         max_steps: where ``auto`` gives up.
-        max_rows: how many rows run together, at most.
+        max_rows: how many rows run together, at most; by default 64.
         batch_size: how many examples are read together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
@@ -117,17 +118,18 @@ def integrated_gradients(
     if not isinstance(site, str):
         raise TypeError(f"site is one kind of site, such as 'embed' or 'z'; got {site!r}.")
     must_have_gradient(metric)
-    sites = dict(sites_by_layer(model, [site], layers)[site].values())
+    sites = dict(sites_by_layer(model, [site], layer)[site].values())
     words = _words(site, sites, over)
-    texts = baseline if _is_text(baseline) else None
+    others = baseline if _is_text(baseline) else None
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
-    batches = ip.batches(model, text, texts, **options)
+    batches = ip.batches(model, texts, others, **options)
     if "pos" in words and len({batch.clean.shape[1] for batch in batches}) > 1:
         raise ValueError(
             "the texts have different lengths, so that positions are not the same places: leave 'pos' out."
         )
     found = [
-        _Paths(model, batch, metric, list(sites), baseline, method, max_rows) for batch in batches
+        _Paths(model, batch, metric, list(sites), baseline, method, max_rows or _ROWS)
+        for batch in batches
     ]
     parts, taken = [], [0] * len(sites)
     for paths in found:
@@ -296,7 +298,7 @@ def _words(
     if "layer" not in words and len(sites) > 1:
         raise ValueError(
             f"{kind} has a path for each of {len(sites)} layers, and their attributions do not add up to anything: put "
-            "'layer' into over, or choose one with layers=[...]."
+            "'layer' into over, or choose one with layer=[...]."
         )
     return words
 

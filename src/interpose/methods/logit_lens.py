@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, chosen_layers
+from interpose.methods.layers import chosen_layers
+from interpose.models.selection import Some
 from interpose.render.labelled import Labelled
 from interpose.render.words import WordGrid
 
@@ -111,11 +112,11 @@ class LogitLens(ip.Scores):
 @torch.no_grad()
 def logit_lens(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     site: str = "resid_post",
-    layers: Layers = None,
-    positions: int | str | Sequence[int] | Sequence[str] | None = None,
+    layer: Some = None,
+    pos: int | str | Sequence[int] | Sequence[str] | None = None,
     answer: Any = None,
     top: int = 5,
     logits_of: str | int | Sequence[str | int] | None = None,
@@ -135,10 +136,10 @@ def logit_lens(
 
     Args:
         model: a causal language model.
-        text: a text, several, or tokens [batch, pos].
+        texts: a text, several, or tokens [batch, pos].
         site: where the stream is read: ``resid_post``, ``resid_mid``, ``resid_pre``; also what is added to it.
-        layers: which layers, negative ones from the end; None for all that have the site.
-        positions: which positions, negative ones from the end, or tokens of the text; None for all.
+        layer: which layers, negative ones from the end; None for all that have the site.
+        pos: which positions, negative ones from the end, or tokens of the text; None for all.
         answer: a token whose logit, probability and rank are kept too; one for all texts, or one for each.
         top: how many of the likeliest tokens are kept.
         logits_of: compute nothing but the logits of these tokens, or of this one.
@@ -149,12 +150,12 @@ def logit_lens(
     if top < 1:
         raise ValueError(f"top is how many tokens are kept, at least 1; got {top}.")
     few = _few(logits_of, answer)
-    found = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
-    where, places = _positions(found, positions)
+    found = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+    where, places = _positions(found, pos)
     rows: dict[int, dict[str, Tensor]] = {}
     streams: dict[int, Tensor] = {}
     for batch, some in zip(found, places):
-        streams, logits = _streams(model, batch, site, layers, some, whole=few is None)
+        streams, logits = _streams(model, batch, site, layer, some, whole=few is None)
         if through is not None:
             streams = {layer: through(stream, layer) for layer, stream in streams.items()}
         if few is None:
@@ -305,7 +306,7 @@ def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[l
         wanted = range(batch.clean.shape[1]) if positions is None else positions
         first, *others = batch.positions(wanted)
         if not first:
-            raise ValueError("positions is empty: give some, or None for all.")
+            raise ValueError("pos is empty: give some, or None for all.")
         if any(other != first for other in others):
             raise ValueError(
                 f"{positions!r} is at other positions in other texts: give them one by one."
@@ -318,7 +319,7 @@ def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[l
         lengths = sorted({batch.clean.shape[1] for batch in found})
         raise ValueError(
             f"the texts have {' and '.join(map(str, lengths))} tokens, so that their positions differ: give "
-            "positions that count from the end, such as positions=-1, or texts of one length."
+            "positions that count from the end, such as pos=-1, or texts of one length."
         )
     return sorted(set(given)), places
 

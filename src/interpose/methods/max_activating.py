@@ -20,6 +20,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.batches import rows_of
+from interpose.models.selection import entries
 from interpose.render import colours
 from interpose.render.html import Markup, html_table
 from interpose.render.labelled import printable
@@ -145,7 +146,7 @@ def max_activating(
     *,
     site: str = "post",
     layer: int,
-    units: Sequence[int] | None = None,
+    neuron: int | Sequence[int] | None = None,
     direction: Tensor | None = None,
     head: int | None = None,
     k: int = 10,
@@ -159,7 +160,7 @@ def max_activating(
     """For each unit of a site, the tokens of a dataset at which it is largest, with the text around them.
 
     ```python
-    found = ip.max_activating(model, texts, layer=3, units=[7, 12])
+    found = ip.max_activating(model, texts, layer=3, neuron=[7, 12])
     found.examples(7)               # value, text, pos, token, context
     found.save("neurons.html")      # tokens coloured by activation
     ```
@@ -169,7 +170,7 @@ def max_activating(
         texts: texts, tokens, or what a tokenizer returns; of an iterable each is read once, a part at a time.
         site: a kind of site.
         layer: which layer.
-        units: which elements of the value; by default all.
+        neuron: which elements of the value; by default all.
         direction: [size], or several [n, size]: projections on these are the units, numbered from 0.
         head: for sites with heads, which.
         k: how many places to keep for each.
@@ -184,11 +185,11 @@ def max_activating(
         raise ValueError(
             f"sign is 1 or -1, k at least 1, context at least 0; got {sign}, {k}, {context}."
         )
-    units = None if units is None else [int(unit) for unit in units]
+    units = [neuron] if isinstance(neuron, int) else None if neuron is None else list(neuron)
     if units == []:
-        raise ValueError("units is empty: give some, or None for all.")
+        raise ValueError("neuron is empty: give some, or None for all.")
     if units is not None and direction is not None:
-        raise ValueError("give units or direction, not both: directions are numbered from 0.")
+        raise ValueError("give neuron or direction, not both: directions are numbered from 0.")
     found: Found | None = None
     count = tokens = forwards = 0
     for chunk in _chunks(model, texts, batch_size * _CHUNK, progress):
@@ -263,8 +264,7 @@ def _values(
         )
     value: Tensor = whole.flatten(2).float()
     if units is not None:
-        if wrong := [unit for unit in units if not 0 <= unit < value.shape[2]]:
-            raise IndexError(f"no unit {wrong[0]}: {name!r} has {value.shape[2]}.")
+        units[:] = entries(units, value.shape[2], "neuron", repr(name))  # from the front, each once
         return value[:, :, units]
     if direction is None:
         return value

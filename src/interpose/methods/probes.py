@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, sites_in
+from interpose.methods.layers import sites_in
 from interpose.methods.linear_fits import Affine, Data, Task, fitted, measures, predicted
+from interpose.models.selection import Some
 
 _KINDS = ("ridge", "logistic", "difference_of_means")
 _FORMAT = "interpose.probe"
@@ -155,7 +156,7 @@ def probe(
     labels: Sequence[Any] | Tensor,
     *,
     site: str = "resid_post",
-    layers: Layers = None,
+    layer: Some = None,
     pos: int | str | Sequence[int] = -1,
     head: int | None = None,
     kind: str = "ridge",
@@ -182,7 +183,7 @@ def probe(
         texts: several, or tokens.
         labels: one for each. Floats are numbers; texts, truth values and whole numbers are classes.
         site: a kind of site.
-        layers: which; by default all that have the site.
+        layer: which; by default all that have the site.
         pos: which position: a number, one for each text, or a text (its last token, where it last occurs).
         head: for sites with heads, which.
         kind: ``ridge``, ``logistic`` or ``difference_of_means``.
@@ -203,7 +204,7 @@ def probe(
     if stream and kind == "logistic":
         raise ValueError("a logistic probe needs all features at once: kind='ridge' can stream.")
     batches = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
-    layers = list(sites_in(model, site, layers, repr(site)))
+    layers = list(sites_in(model, site, layer, repr(site)))
     target, classes = _target(labels, batches[0].total, kind)
     pos = _positions(batches, pos)
     drawn = torch.Generator("cpu").manual_seed(seed)

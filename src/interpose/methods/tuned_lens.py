@@ -124,12 +124,12 @@ class TunedLens:
         """A layer's stream, [..., d_model], as the last layer would have it."""
         return _translated(stream, self.matrices[layer], self.offsets[layer])
 
-    def __call__(self, model: Any, text: Any, **options: Any) -> LogitLens:
+    def __call__(self, model: Any, texts: Any, **options: Any) -> LogitLens:
         """What `ip.logit_lens` shows, read through these maps; ``options`` are its own."""
         _must_fit(self, model)
         if options.get("site", "resid_post") != "resid_post":
             raise ValueError("a tuned lens is trained for resid_post, and translates nothing else.")
-        found = ip.logit_lens(model, text, through=self.translate, **options)
+        found = ip.logit_lens(model, texts, through=self.translate, **options)
         return dataclasses.replace(found, title="Tuned lens at resid_post", evidence=_EVIDENCE)
 
     def __repr__(self) -> str:

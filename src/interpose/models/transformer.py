@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from interpose.models.proofs.report import Report
 from interpose.models.running import generation
 from interpose.models.running.forward import Forward
 from interpose.models.running.text import Text
+from interpose.models.selection import Some
 from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
 from interpose.models.weights.weights import Weights
@@ -170,16 +171,16 @@ class TransformerModel(Text, Forward, Weights, Model):
         self,
         inputs: dict[str, Any] | None = None,
         *,
-        layers: Sequence[int] | None = None,
+        layer: Some = None,
         differences: bool = False,
     ) -> Report:
         """Prove the promises on this very model; a site that fails its proof is not offered afterwards.
 
         Args:
             inputs: what the module's forward takes, by keyword; small random ones by default.
-            layers: which blocks; by default the first, a middle and the last.
+            layer: which blocks; by default the first, a middle and the last.
             differences: also compare gradients with central differences (meant for float32).
         """
         if inputs is not None and self._anatomy is None:
             self.probe(inputs)
-        return check(self, inputs, layers=layers, differences=differences)
+        return check(self, inputs, layer=layer, differences=differences)

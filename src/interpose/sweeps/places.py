@@ -11,15 +11,12 @@ from typing import Any
 import torch
 
 from interpose.errors import Unsupported
+from interpose.models import selection
 from interpose.models.naming import names
 from interpose.sweeps.cells import Cell
 
 AXES = ("site", "layer", "head", "neuron", "pos")
-_WORDS = {"layer": "layers", "head": "heads", "neuron": "neurons", "pos": "positions"}
 _OF_KEYS = ("k", "v", "rot_k", "k_input", "v_input")  # as many heads as keys and values have
-
-Some = int | slice | Sequence[int] | None
-"""Entries of an axis: one, a slice, several; None for all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +58,9 @@ class Places:
                 and (isinstance(made, slice) or len(made) != 1)
             ):
                 raise ValueError(
-                    f"{_WORDS[axis]}={given!r}: the sweep does not go over {axis!r}, so that all its places would "
-                    f"change these together. Add {axis!r} to over={self.over}, give one, or make an edit that changes "
-                    f"several: edit=lambda site, **part: ip.zero(site, {axis}={given!r}, **part)."
+                    f"{selection.PLURAL[axis]}={given!r}: the sweep does not go over {axis!r}, so that all its places "
+                    f"would change these together. Add {axis!r} to over={self.over}, give one, or make an edit that "
+                    f"changes several: edit=lambda site, **part: ip.zero(site, {axis}={given!r}, **part)."
                 )
 
     @property
@@ -150,14 +147,7 @@ class Places:
         wanted = self.chosen[axis]
         if wanted is None:
             return list(there)
-        if isinstance(wanted, slice):
-            wanted = range(count)[wanted]
-        made = [number + count if number < 0 else number for number in wanted]
-        if not made or any(not 0 <= number < count for number in made):
-            raise IndexError(
-                f"{_WORDS[axis]}: there are {count}, counted from 0; got {list(wanted)}."
-            )
-        return made
+        return selection.entries(wanted, count, axis, "a text" if axis == "pos" else "the model")
 
     def _resolved(self, site: str, layer: int | None) -> tuple[str, int]:
         """The canonical name of a site, and its block; -1 outside."""
@@ -186,5 +176,5 @@ def _listed(axis: str, given: Any) -> Any:
     wrong = next((one for one in made if not isinstance(one, int)), None)
     if wrong is not None:
         hint = "; model.to_str_tokens(text) shows which token is where" if axis == "pos" else ""
-        raise TypeError(f"{_WORDS[axis]} are numbers; got {wrong!r}{hint}.")
+        raise TypeError(f"{selection.PLURAL[axis]} are numbers; got {wrong!r}{hint}.")
     return made

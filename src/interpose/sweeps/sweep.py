@@ -14,11 +14,12 @@ from interpose.edits.attention import knockout
 from interpose.edits.edit import Edit
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
+from interpose.models.selection import Some
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.execution import PLANS, Task, run
 from interpose.sweeps.metrics import Metric, as_metric, label
-from interpose.sweeps.places import Places, Some
+from interpose.sweeps.places import Places
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.progress import Progress
 from interpose.sweeps.prompts import Batch, batches

@@ -22,6 +22,7 @@ from interpose.models.proofs.report import Finding, Report
 from interpose.models.proofs.rows import prove_rows
 from interpose.models.reach.lenses import Swapped
 from interpose.models.running.trial import first_tensor, trial
+from interpose.models.selection import Some, entries, listed
 from interpose.sites.tree import Site
 
 if TYPE_CHECKING:
@@ -38,29 +39,29 @@ def check(
     model: TransformerModel,
     inputs: dict[str, Any] | None = None,
     *,
-    layers: Sequence[int] | None = None,
+    layer: Some = None,
     differences: bool = False,
 ) -> Report:
     """Run all proofs and return what came out."""
     given = dict(probe_inputs(model.root) if inputs is None else inputs)
     if "use_cache" in inspect.signature(model.root.forward).parameters:
         given.setdefault("use_cache", False)
-    _refuse_unknown(model, layers)
-    return Check(model, given, layers, differences).run()
+    return Check(model, given, _chosen(model, layer), differences).run()
 
 
-def _refuse_unknown(model: TransformerModel, layers: Sequence[int] | None) -> None:
-    """A proof of layers that are not there would prove nothing, and say that all is well."""
-    counts = [len(tower.blocks) for tower in model.anatomy.towers]
-    most = max(counts, default=0)
-    if layers is not None and not len(layers):
+def _chosen(model: TransformerModel, layer: Some) -> Sequence[int] | None:
+    """The layers to prove; of those that are not there a proof would say that all is well, so they are refused."""
+    if layer is None:
+        return None
+    most = max((len(tower.blocks) for tower in model.anatomy.towers), default=0)
+    asked = [layer] if isinstance(layer, int) else layer
+    if not isinstance(asked, slice) and not len(asked):
+        said = listed("layer", range(most))
         raise IndexError(
-            f"layers is empty: {model.tree.label} has {most}; None means three of them."
+            f"layer is empty: {model.tree.label} has {said}; None means three of them."
         )
-    for layer in layers or ():
-        if not -most <= layer < most:
-            there = f" (0 to {most - 1})" if most else ""
-            raise IndexError(f"layer {layer}: {model.tree.label} has {most} layers{there}.")
+    found = entries(asked, most, "layer", model.tree.label)
+    return found if isinstance(asked, slice) else asked  # negative ones count from each tower's end
 
 
 @dataclass(slots=True)

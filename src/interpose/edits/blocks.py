@@ -1,6 +1,6 @@
-"""From a selector to places in one value: blocks that can be taken out of it and put back.
+"""From a selector to the part of one value that it means: blocks that can be taken out of it and put back.
 
-Most selections are one block: some places along some axes. Where positions differ by row (a text, a
+Most selections are one block: some indices along some axes. Where positions differ by row (a text, a
 mask), rows with the same number of them are a block together.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.edits.positions import Chosen, choose, places, pos_axis, wanted_positions
+from interpose.edits.positions import Chosen, along, choose, pos_axis, wanted_positions
 from interpose.engine.points import HookPoint, Window
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.batching import packed
@@ -47,9 +47,9 @@ def check_axes(where: Any, name: str, axes: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Places along some axes of a value of a given shape.
+    """Indices along some axes of a value of a given shape.
 
-    ``index`` has them by axis. ``by_row`` [rows, n] are places along the axis ``pos`` that differ by
+    ``index`` has them by axis. ``by_row`` [rows, n] are indices along the axis ``pos`` that differ by
     row; then ``among`` are all rows of the selection, of which other blocks may have some. ``ordinal`` and
     ``rank`` say which of the ``total`` selected positions each one here is.
     """
@@ -153,16 +153,16 @@ def _copied(value: Tensor, part: Tensor, index: Mapping[int, Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Selected:
     """What a selector means of one value: blocks, and a mask of what is spared all the same."""
 
     blocks: list[Block]
     spared: Tensor | None = None
 
 
-def find(where: Any, value: Tensor, hook: HookPoint) -> Places | None:
-    """The places in a value that a selector means; None (and ``hook.idle``) if this pass has none."""
-    return _Search(where, value, hook).places()
+def find(where: Any, value: Tensor, hook: HookPoint) -> Selected | None:
+    """The part of a value that a selector means; None (and ``hook.idle``) if this pass has none."""
+    return _Search(where, value, hook).selected()
 
 
 class _Search:
@@ -177,7 +177,7 @@ class _Search:
         self.simple = [ex for ex in excluded if len(_words(ex)) == 1]
         self.corners = [ex for ex in excluded if len(_words(ex)) > 1]
 
-    def places(self) -> Places | None:
+    def selected(self) -> Selected | None:
         """Everything at once."""
         self._refuse_packed()
         check_axes(self.where, self.hook.name, self.hook.axes)
@@ -192,7 +192,7 @@ class _Search:
             whole = spared.expand(self.value.shape)
             if all(bool(block.take(whole).all()) for block in blocks):
                 raise self._nothing("all of it is excluded")
-        return Places(blocks, spared)
+        return Selected(blocks, spared)
 
     def _refuse_packed(self) -> None:
         """Rows and positions of packed texts are other numbers, unless each text comes by itself."""
@@ -224,9 +224,8 @@ class _Search:
 
     def _some(self, where: Any, word: str) -> Tensor:
         axis = self._axis(word)
-        what = {"head": "heads", "neuron": "units"}.get(word, "rows")
         given = getattr(where, word)
-        return places(given, self.value.shape[axis], what, self.where.label, self.hook.name)
+        return along(given, self.value.shape[axis], word, self.where.label, self.hook.name)
 
     def _by(self, word: str) -> list[tuple[int, Tensor]]:
         """The axis of a word and the places along it, if that is less than all."""
