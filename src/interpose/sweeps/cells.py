@@ -1,17 +1,33 @@
-"""Cells: the places a sweep goes through, and rows, which are cells on one example."""
+"""Variants, cells and rows: what makes a run differ, at which sites, and on which example."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from interpose.edits.edit import Edit
 from interpose.engine.points import HookPoint
-from interpose.errors import Unsupported
+from interpose.errors import EditShapeError, Unsupported
+
+Act = Edit | Callable[..., Tensor | None]
+"""What a variant does at a site: an edit, or ``fn(value, hook)``, whose result or in-place change is the new value."""
+
+
+class Changes(Protocol):
+    """What rows are known by: a `Cell` of a sweep, or a variant whose sites are known."""
+
+    @property
+    def layer(self) -> int:
+        """The first block it changes."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The canonical names of the sites it changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +48,15 @@ class Cell:
     head: int | None = None
     neuron: int | None = None
 
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Its site, if it changes something."""
+        return (self.site,) if self.site else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a batch: the number of a cell, and of an example."""
+    """One row of a batch: the number of a cell or variant, and of an example."""
 
     cell: int
     example: int
@@ -48,9 +69,33 @@ def sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
-RowChange = Callable[[Tensor, int, int, HookPoint], Tensor]
-"""From the values [row, pos, ...] of the rows from one number to another, at one site, to the changed ones.
-``hook.offset`` is their first position."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Some rows of a pass: their numbers, ascending, and what picks them on the device."""
+
+    numbers: Sequence[int]
+    index: slice | Tensor
+
+    @staticmethod
+    def of(numbers: Sequence[int], device: torch.device) -> Chosen:
+        """Rows that stand together are a slice, which copies nothing."""
+        first, end = numbers[0], numbers[-1] + 1
+        together = end - first == len(numbers)
+        return Chosen(numbers, slice(first, end) if together else sent(numbers, device))
+
+    def within(self, value: Tensor, hook: HookPoint) -> Tensor:
+        """Their values; a value that all rows share is refused."""
+        if value.ndim == 0 or value.shape[0] <= self.numbers[-1]:
+            raise Unsupported(
+                f"{hook.name!r} is {tuple(value.shape)} for {len(self.numbers)} rows: they share it, and none has "
+                "its own."
+            )
+        return value[self.index]
+
+
+RowChange = Callable[[Tensor, Chosen, HookPoint], Tensor]
+"""From the values [row, pos, ...] of some rows, at one site, to the changed ones. ``hook.offset`` is their first
+position."""
 
 Change = Callable[[Sequence[Row], torch.device], RowChange]
 """From the rows of a pass, and where they are, to what changes them. What it needs goes to the device once."""
@@ -74,12 +119,11 @@ def patch(cells: Sequence[Cell], source: Callable[[str], Tensor]) -> Change:
 
         neurons = [cells[row.cell].neuron or 0 for row in rows]
 
-        def change(value: Tensor, first: int, end: int, hook: HookPoint) -> Tensor:
-            must_have_rows(value, end - first, hook)
-            must_have_units(value, neurons[first:end], hook)
-            there = source(cells[rows[first].cell].site)
-            part = {name: numbers[first:end] for name, numbers in fields.items()}
-            here, from_there = _indices(value, there, examples[first:end], part, hook)
+        def change(value: Tensor, chosen: Chosen, hook: HookPoint) -> Tensor:
+            must_have_units(value, [neurons[number] for number in chosen.numbers], hook)
+            there = source(cells[rows[chosen.numbers[0]].cell].site)
+            part = {name: numbers[chosen.index] for name, numbers in fields.items()}
+            here, from_there = _indices(value, there, examples[chosen.index], part, hook)
             value = value.clone()
             value[here] = there[from_there].to(value)
             return value
@@ -126,49 +170,57 @@ def _indices(
     return tuple(here), tuple(from_there)
 
 
-def edited(
-    make: Callable[[Cell], Any], cells: Sequence[Cell], inputs: Mapping[str, Tensor]
-) -> Change:
-    """The change that lets an edit of its own change the rows of each cell, all its examples together.
+def acted(acts: Callable[[int, str], Sequence[Act]], inputs: Mapping[str, Tensor]) -> Change:
+    """The change that lets each cell's or variant's own acts change its rows, all its examples together.
 
     Args:
-        make: the edit of a cell.
-        cells: by number.
+        acts: what is done by the number of a cell at a site, in order.
         inputs: what the module takes for the examples, each [example, pos].
     """
+    batch = inputs["input_ids"].shape[0]
 
-    def prepare(rows: Sequence[Row], device: torch.device) -> RowChange:  # noqa: ARG001
-        def change(value: Tensor, first: int, end: int, hook: HookPoint) -> Tensor:
-            must_have_rows(value, end - first, hook)
-            parts = []
-            for cell, start, stop in by_cell(rows, first, end):
+    def prepare(rows: Sequence[Row], device: torch.device) -> RowChange:
+        given: dict[tuple[int, ...], Mapping[str, Tensor]] = {tuple(range(batch)): inputs}
+
+        def change(value: Tensor, chosen: Chosen, hook: HookPoint) -> Tensor:
+            value = value.clone()
+            for cell, start, stop in _by_cell(rows, chosen.numbers):
+                examples = tuple(rows[n].example for n in chosen.numbers[start:stop])
+                if examples not in given:
+                    some = sent(examples, device)
+                    given[examples] = {name: tokens[some] for name, tokens in inputs.items()}
                 own = copy.copy(hook)
-                own.given = dict(inputs)
-                part = value[start - first : stop - first].clone()
-                result = make(cells[cell]).change(part, own)
-                parts.append(part if result is None else result)
-            return torch.cat(parts)
+                own.given = dict(given[examples])
+                part = value[start:stop]
+                for act in acts(cell, hook.name):
+                    made = act.change(part, own) if isinstance(act, Edit) else act(part, hook=own)
+                    if made is not None and made is not part:
+                        must_fit(made, part, own)
+                        part.copy_(made)
+            return value
 
         return change
 
     return prepare
 
 
-def by_cell(rows: Sequence[Row], first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Each cell among some rows, with the first of its rows and the end of them."""
-    at = first
-    while at < end:
-        cell = rows[at].cell
-        until = next((number for number in range(at, end) if rows[number].cell != cell), end)
-        yield cell, at, until
-        at = until
+def _by_cell(rows: Sequence[Row], numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Each cell among some rows, with the first of its places among them and the end of them."""
+    at = 0
+    while at < len(numbers):
+        cell, end = rows[numbers[at]].cell, at + 1
+        while end < len(numbers) and rows[numbers[end]].cell == cell:
+            end += 1
+        yield cell, at, end
+        at = end
 
 
-def must_have_rows(value: Tensor, count: int, hook: HookPoint) -> None:
-    """Refuse a value that all rows share."""
-    if value.ndim == 0 or value.shape[0] != count:
-        raise Unsupported(
-            f"{hook.name!r} is {tuple(value.shape)} for {count} rows: they share it, and none has its own."
+def must_fit(made: Tensor, value: Tensor, hook: HookPoint) -> None:
+    """Refuse a value of another shape, which would be spread over rows silently."""
+    if made.shape != value.shape:
+        raise EditShapeError(
+            f"a variant's hook returned {tuple(made.shape)} at {hook.name!r}; the model needs {tuple(value.shape)}. "
+            "Return a tensor of the same shape, or None to leave the value alone."
         )
 
 
@@ -180,19 +232,19 @@ def must_have_units(value: Tensor, neurons: Sequence[int], hook: HookPoint) -> N
             raise IndexError(f"neurons: {hook.name!r} has {count} features; got {neuron}.")
 
 
-def in_order(cells: Sequence[Cell], rows: Sequence[Row]) -> list[int]:
-    """The numbers of rows by layer, and those of a site together."""
+def in_order(cells: Sequence[Changes], rows: Sequence[Row]) -> list[int]:
+    """The numbers of rows by the first layer they change, and those of the same sites together."""
     return sorted(
-        range(len(rows)), key=lambda n: (cells[rows[n].cell].layer, cells[rows[n].cell].site)
+        range(len(rows)), key=lambda n: (cells[rows[n].cell].layer, cells[rows[n].cell].sites)
     )
 
 
-def spans(cells: Sequence[Cell], rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """For each site the first of its rows, and the end of them: they stand together."""
-    found: dict[str, tuple[int, int]] = {}
+def changed_at(
+    cells: Sequence[Changes], rows: Sequence[Row], device: torch.device
+) -> dict[str, Chosen]:
+    """For each site the rows that are changed there."""
+    found: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        site = cells[row.cell].site
-        if not site:
-            continue
-        found[site] = (found.get(site, (number, number))[0], number + 1)
-    return found
+        for site in cells[row.cell].sites:
+            found.setdefault(site, []).append(number)
+    return {site: Chosen.of(numbers, device) for site, numbers in found.items()}

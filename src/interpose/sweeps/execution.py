@@ -15,14 +15,14 @@ from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
 from interpose.sweeps.answers import only
-from interpose.sweeps.cells import Cell, Change, Row, edited, patch, sent
+from interpose.sweeps.cells import Cell, Change, Changes, Row, acted, patch, sent
 from interpose.sweeps.metrics import Examples, Metric, all_looked_at, kept_by
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
 from interpose.sweeps.proof import Proof, others_listen, prove, strangers
 from interpose.sweeps.reading import Reading, precisions
 from interpose.sweeps.reference import Reference, refer
-from interpose.sweeps.running import plain, wavefront
+from interpose.sweeps.wavefront import run_rows
 
 PLANS = ("auto", "wavefront", "batches", "one per cell")
 
@@ -96,7 +96,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
     given, other = (batch.corrupt, batch.clean) if backwards else (batch.clean, batch.corrupt)
     assert given is not None
     proof = prove(task.model)
-    plan, why = plan_of(task, proof)
+    plan, why = plan_of(task.model, task.cells, task.plan, proof)
     examples = Examples(
         model=task.model, tokens=given["input_ids"], numbers=batch.numbers, total=task.total
     )
@@ -214,7 +214,8 @@ def _rows(
 
 def _change(task: Task, base: Reference) -> Change:
     if task.edit is not None:
-        return edited(task.edit, task.cells, base.inputs)
+        make, cells = task.edit, task.cells
+        return acted(lambda number, _: (make(cells[number]),), base.inputs)
     if not base.source:
         raise ValueError("patching needs a second text: give corrupt=..., or edit=ip.zero.")
     idle = [replace(cell, site="") for cell in task.cells[:1]]  # rows of it are never asked for
@@ -257,17 +258,17 @@ def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grai
 # Plans.
 
 
-def plan_of(task: Task, proof: Proof) -> tuple[str, str]:
+def plan_of(model: Any, cells: Sequence[Changes], asked: str, proof: Proof) -> tuple[str, str]:
     """The plan, and why no faster one."""
-    outside = next((cell.site for cell in task.cells if cell.layer < 0), None)
+    outside = next((cell.sites[0] for cell in cells if cell.layer < 0), None)
     why = f"{outside} is in no block" if outside is not None else proof.wavefront
-    alone = "other hooks are on the model" if others_listen(task.model) else proof.batches
-    refused = {"wavefront": alone or why, "batches": alone}.get(task.plan)
+    alone = "other hooks are on the model" if others_listen(model) else proof.batches
+    refused = {"wavefront": alone or why, "batches": alone}.get(asked)
     if refused:
-        raise Unsupported(f"plan={task.plan!r} cannot run on {task.model.tree.label}: {refused}.")
-    if task.plan != "auto":
-        return task.plan, "as asked"
-    if not alone and strangers(task.model):
+        raise Unsupported(f"plan={asked!r} cannot run on {model.tree.label}: {refused}.")
+    if asked != "auto":
+        return asked, "as asked"
+    if not alone and strangers(model):
         alone = "hooks of torch are on the model, and may count on its batch and positions"
     if alone:
         return "one per cell", alone
@@ -325,10 +326,8 @@ def _pass(
     start: int,
 ) -> Tensor:
     """One pass of the plan, counted: the logits of its rows."""
-    if task.tally.plan != "wavefront":
-        task.tally.add(1, len(rows) * base.length * len(task.tower.blocks))
-        return plain(task.model, base, cells, rows, change, task.keep)
-    ran = wavefront(task.model, task.tower, base, cells, rows, change, task.keep, start=start)
+    begin = start if task.tally.plan == "wavefront" else None
+    ran = run_rows(task.model, task.tower, base, cells, rows, change, task.keep, start=begin)
     task.tally.add(1, ran.token_layers)
     return _whole(base, ran.logits, rows)
 

@@ -16,7 +16,7 @@ from interpose.models.weights.weights import main_tower
 from interpose.sweeps.answers import can_be_picked, only, others_look
 from interpose.sweeps.cells import Cell, Row, patch
 from interpose.sweeps.reference import refer
-from interpose.sweeps.running import plain, wavefront
+from interpose.sweeps.wavefront import run_rows
 from interpose.taps import context
 
 
@@ -90,7 +90,11 @@ def _try(model: Any) -> Proof:
     other = {"input_ids": tokens.flip(1)}
     base = refer(model, tower, inputs, None, other=other, sites=sites)
     change = patch(cells, base.source.__getitem__)
-    single = torch.cat([plain(model, base, cells, [row], change, None) for row in rows])
+
+    def ran(some: list[Row], start: int | None) -> Tensor:
+        return run_rows(model, tower, base, cells, some, change, None, start=start).logits
+
+    single = torch.cat([ran([row], None) for row in rows])
     allowed = _allowed(single, base.logits[[row.example for row in rows]])
 
     def problem(what: str, run: Any, start: int = 0) -> str:
@@ -101,9 +105,7 @@ def _try(model: Any) -> Proof:
         off = float((found - single[:, start:]).abs().max())
         return "" if off <= allowed else f"{what} moves logits by {off:.1e} on a short text"
 
-    together = problem(
-        "running rows together", lambda: plain(model, base, cells, rows, change, None)
-    )
+    together = problem("running rows together", lambda: ran(rows, None))
     causal = _causal(model, tokens)
     answers = _answers(model, tokens, base.logits)
     finer = answers or _finer(model, tokens)
@@ -115,12 +117,7 @@ def _try(model: Any) -> Proof:
         """All rows, first those that begin in the first layer: the others pass by it."""
         split = next((n for n, row in enumerate(rows) if cells[row.cell].layer), len(rows))
         parts = [part for part in (rows[:split], rows[split:]) if part]
-        return torch.cat(
-            [
-                wavefront(model, tower, base, cells, part, change, None, start=start).logits
-                for part in parts
-            ]
-        )
+        return torch.cat([ran(part, start) for part in parts])
 
     start = length // 2
     joined = problem("letting rows join at their layers", lambda: from_position(0))

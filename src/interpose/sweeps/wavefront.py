@@ -1,6 +1,7 @@
-"""The wavefront: all cells of a sweep in one forward pass of the model's own, each from the layer it changes.
+"""Rows in one forward pass of the model's own: all from the first layer on, or as a wavefront.
 
-Rows of the batch are cells. The module is called once with all of them. Before each block, its arguments are narrowed
+In a wavefront each row begins at the first layer it changes; what it changes later is done on its own row. The
+module is called once with all of them. Before each block, its arguments are narrowed
 to the rows that have begun, and those that begin here join with the base run's stream. Layers before a cell's own are
 never computed for it, and weights are read once for all.
 """
@@ -20,11 +21,100 @@ from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Block, Tower
 from interpose.models.running.start import Here
 from interpose.models.running.trial import first_tensor
-from interpose.sweeps.cells import Cell, Change, Row, sent, spans
+from interpose.sweeps.cells import (
+    Change,
+    Changes,
+    Chosen,
+    Row,
+    RowChange,
+    changed_at,
+    in_order,
+    sent,
+)
 from interpose.sweeps.reference import Reference, no_cache, rows_of_cache, wanted_logits
 from interpose.taps import bypass, eager, values
 from interpose.taps.context import Whereabouts
 from interpose.taps.tap import given_arguments, named_arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What some rows gave, in the order they were given, and what it cost.
+
+    Attributes:
+        logits: [row, kept, d_vocab].
+        token_layers: how many positions went through how many blocks.
+    """
+
+    logits: Tensor
+    token_layers: int
+
+
+def run_rows(
+    model: Any,
+    tower: Tower,
+    base: Reference,
+    cells: Sequence[Changes],
+    rows: Sequence[Row],
+    change: Change,
+    keep: int | None,
+    *,
+    start: int | None,
+) -> Ran:
+    """Run rows together.
+
+    Args:
+        model: the model, in eval mode.
+        tower: its blocks.
+        base: the run that rows change something of.
+        cells: by number; a row may change several sites.
+        rows: in any order.
+        change: what each row's cell does at a site.
+        keep: how many logits from the end are wanted; None for all.
+        start: the first position that a wavefront computes; None for whole runs from the first layer on.
+    """
+    order = in_order(cells, rows)
+    ordered = [rows[number] for number in order]
+    if start is None:
+        logits = _plain(model, base, cells, ordered, change, keep)
+        token_layers = len(rows) * base.length * len(tower.blocks)
+    else:
+        front = Wavefront(model, tower, base, cells, ordered, start=start, change=change, keep=keep)
+        logits, token_layers = front.run(), front.token_layers
+    if order != list(range(len(order))):
+        logits = logits[sent(order, logits.device).argsort()]
+    return Ran(logits=logits, token_layers=token_layers)
+
+
+def _plain(
+    model: Any,
+    base: Reference,
+    cells: Sequence[Changes],
+    rows: Sequence[Row],
+    change: Change,
+    keep: int | None,
+) -> Tensor:
+    """The logits of rows that run from the first layer and position on."""
+    device = base.logits.device
+    prepared, examples = change(rows, device), sent([row.example for row in rows], device)
+    given = {name: value[examples] for name, value in base.inputs.items()}
+    hooks = [
+        (site, _at(prepared, chosen)) for site, chosen in changed_at(cells, rows, device).items()
+    ]
+    with model.hooks(fwd_hooks=hooks):
+        output = model.module(**given, **wanted_logits(model, keep), **no_cache(model))
+    logits = first_tensor(output)
+    return logits if keep is None else logits[:, -keep:]
+
+
+def _at(change: RowChange, chosen: Chosen) -> Callable[..., Tensor]:
+    """A hook that changes some rows of a value."""
+
+    def hook(value: Tensor, hook: HookPoint) -> Tensor:
+        value[chosen.index] = change(chosen.within(value, hook), chosen, hook)
+        return value
+
+    return hook
 
 
 class Wavefront:
@@ -35,7 +125,7 @@ class Wavefront:
         tower: its blocks.
         base: the run that rows begin with.
         cells: by number.
-        rows: in the order of their layers, those of a site together.
+        rows: in the order of the first layers they change.
         start: the first position that is computed; those before come from the base's KV cache.
         change: what each row's cell does at its site.
         keep: how many logits from the end are wanted; None for all from ``start`` on.
@@ -46,7 +136,7 @@ class Wavefront:
         model: Any,
         tower: Tower,
         base: Reference,
-        cells: Sequence[Cell],
+        cells: Sequence[Changes],
         rows: Sequence[Row],
         *,
         start: int,
@@ -70,7 +160,7 @@ class Wavefront:
         device = base.streams[0].device
         examples = [row.example for row in rows] + [0] * (self.size - len(rows))
         self.examples = sent(examples, device)
-        self.spans = spans(cells, rows)
+        self.changed = changed_at(cells, rows, device)
         self.change = change(rows, device)
 
     @property
@@ -82,8 +172,8 @@ class Wavefront:
         """The logits of every row, [row, kept, d_vocab]."""
         given = self._arguments()
         hooks = [
-            (site, self._at(*span))
-            for site, span in self.spans.items()
+            (site, _at(self.change, chosen))
+            for site, chosen in self.changed.items()
             if not site.endswith("hook_resid_pre")
         ]
         with self.model.hooks(fwd_hooks=hooks), ExitStack() as stack:
@@ -132,37 +222,23 @@ class Wavefront:
             named: Mapping[str, Any] = named_arguments(module, args, rest[0])
             stream = values.element(named, leaf)
             fresh = self.base.streams[layer][self.examples[before:now], self.start :]
-            fresh = self._enter(fresh, layer, before)
             for path, tensor in list(values.leaves(named)):
                 if path != leaf:
                     named = values.swap(named, path, self._narrowed(tensor, now))
             stream = fresh if before == 0 else torch.cat([stream, fresh])
-            named = values.swap(named, leaf, stream)
+            named = values.swap(named, leaf, self._entering(stream, layer))
             return given_arguments(module, args, rest[0], dict(named))
 
         return narrow
 
-    def _enter(self, fresh: Tensor, layer: int, before: int) -> Tensor:
-        """The stream of rows that join at a layer, changed where that is what their cells change."""
-        site = f"blocks.{layer}.hook_resid_pre"
-        if site not in self.spans:
-            return fresh
-        hook = self.model.hook_dict[site]
-        hook.where = Whereabouts(self.start)
-        first, end = self.spans[site]
-        fresh[first - before : end - before] = self.change(
-            fresh[first - before : end - before], first, end, hook
-        )
-        return fresh
-
-    def _at(self, first: int, end: int) -> Callable[..., Tensor]:
-        """A hook that changes some rows of a value."""
-
-        def change(value: Tensor, hook: HookPoint) -> Tensor:
-            value[first:end] = self.change(value[first:end], first, end, hook)
-            return value
-
-        return change
+    def _entering(self, stream: Tensor, layer: int) -> Tensor:
+        """The stream before a block, changed where that is what rows change."""
+        chosen = self.changed.get(site := f"blocks.{layer}.hook_resid_pre")
+        if chosen is not None:
+            hook = self.model.hook_dict[site]
+            hook.where = Whereabouts(self.start)
+            stream[chosen.index] = self.change(stream[chosen.index], chosen, hook)
+        return stream
 
     def _narrowed(self, tensor: Tensor, count: int) -> Tensor:
         """An argument of a block for the first rows."""

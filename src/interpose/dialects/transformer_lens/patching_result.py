@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import SiteNotFound
-from interpose.sweeps.each import run_each
+from interpose.sweeps.variants import Variant, run_variants
 
 Cell = tuple[int, ...]
 Hook = Callable[..., Tensor | None]
@@ -36,9 +36,9 @@ def run_cells(
     from tqdm.auto import tqdm
 
     found: dict[int, Tensor] = {}
-    hooks = [hook_of(cell) for cell in cells]
+    variants = [Variant((hook_of(cell),)) for cell in cells]
     inputs = model.prepare(tokens)
-    runs = run_each(model, inputs, hooks) if hooks else iter(())
+    runs = run_variants(model, inputs, variants) if variants else iter(())
     for number, logits in tqdm(runs, desc="patching", total=len(cells), disable=not progress):
         found[number] = measure(logits)
     return [found[number] for number in range(len(cells))]
