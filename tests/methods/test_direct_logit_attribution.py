@@ -76,7 +76,7 @@ def test_a_soft_cap_is_seen_also_where_it_hardly_bends_the_logits() -> None:
     found = ip.direct_logit_attribution(ip.wrap(module), tokens, answer=5)
     assert "before the soft cap" in found.unit
     torch.testing.assert_close(found.totals, plain[:, 5], atol=1e-4, rtol=1e-4)
-    few = ip.logit_lens(ip.wrap(module), tokens, logits_of=[5], positions=-1, layers=[-1])
+    few = ip.logit_lens(ip.wrap(module), tokens, logits_of=[5], pos=-1, layer=[-1])
     torch.testing.assert_close(few.values[0, :, 0, 0], logits[:, 5], atol=1e-5, rtol=1e-5)
 
 

@@ -73,7 +73,7 @@ def test_every_layer_has_its_own_path_from_another_text(name: str) -> None:
     options: dict[str, Any] = {
         "metric": METRIC,
         "site": "resid_pre",
-        "layers": [0, -1],
+        "layer": [0, -1],
         "baseline": corrupt,
     }
     found = ip.integrated_gradients(model, clean, steps=4, **options)
@@ -132,7 +132,7 @@ def test_one_step_is_exact_where_the_metric_is_linear(method: str) -> None:
     options: dict[str, Any] = {
         "metric": METRIC,
         "site": "z",
-        "layers": [1],
+        "layer": [1],
         "over": ("head", "pos"),
         "baseline": corrupt,
     }
