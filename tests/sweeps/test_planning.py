@@ -22,14 +22,16 @@ METRIC = ip.metrics.logit_difference(20, 33)
 
 
 @contextmanager
-def counted(module: Any, name: str) -> Iterator[list[list[tuple[int, int]]]]:
+def counted(model: TransformerModel, name: str) -> Iterator[list[list[tuple[int, int]]]]:
     """A ``with`` block that sees how many rows and positions each block computes, call by call.
 
-    A block that is passed by is called too, so what counts is its first norm.
+    A block that is passed by is called too, so what counts is its first norm. A norm with another forward is another
+    model, which is proven anew: that is not counted.
     """
-    found: list[list[tuple[int, int]]] = [[] for _ in oracle.blocks(module)]
+    blocks = oracle.blocks(model.module)
+    found: list[list[tuple[int, int]]] = [[] for _ in blocks]
     with ExitStack() as stack:
-        for calls, block in zip(found, oracle.blocks(module)):
+        for calls, block in zip(found, blocks):
             norm = block.get_submodule(NORMS[name])
 
             def see(x: Any, calls: Any = calls, forward: Any = norm.forward) -> Any:
@@ -38,6 +40,9 @@ def counted(module: Any, name: str) -> Iterator[list[list[tuple[int, int]]]]:
 
             norm.forward = see  # no hook: with hooks of others on it, a model runs cell by cell
             stack.callback(delattr, norm, "forward")
+        ip.sweep(model, *oracle.pair(), over="layer", layers=[0], metric=METRIC, progress=False)
+        for calls in found:
+            calls.clear()
         yield found
 
 
@@ -47,10 +52,7 @@ def token_layers(found: list[list[tuple[int, int]]]) -> int:
 
 @functools.cache
 def build(name: str, layers: int = 4) -> TransformerModel:
-    """A model that is already proven: that is not counted."""
-    model = TransformerModel(oracle.build(name, layers))
-    ip.sweep(model, *oracle.pair(), over="layer", layers=[0], metric=METRIC, progress=False)
-    return model
+    return TransformerModel(oracle.build(name, layers))
 
 
 SWEEPS: dict[str, dict[str, Any]] = {
@@ -78,7 +80,7 @@ def test_token_layers_are_those_that_pass_through_the_blocks(
     model, (clean, corrupt) = build(name), oracle.pair(3)
     options = {"metric": METRIC, "progress": False, **options}
     corrupt_or_none = None if "edit" in options else corrupt
-    with counted(model.module, name) as found:
+    with counted(model, name) as found:
         result = ip.sweep(model, clean, corrupt_or_none, **options)
     assert result.tally.token_layers == token_layers(found)
     assert result.tally.forwards == max(len(calls) for calls in found)
@@ -89,7 +91,7 @@ def test_token_layers_are_those_that_pass_through_the_blocks(
 @pytest.mark.parametrize("name", ["mistral"])
 def test_positions_from_a_kv_cache_that_forgets_are_run_again_and_counted(name: str) -> None:
     model, (clean, corrupt) = build(name), oracle.pair()
-    with counted(model.module, name) as found:
+    with counted(model, name) as found:
         result = ip.sweep(model, clean, corrupt, metric=METRIC, progress=False)
     assert result.tally.plan == "wavefront"
     assert (2, oracle.FIRST) in found[0]  # the prefix
@@ -100,7 +102,7 @@ def test_short_floats_are_run_once_more_for_the_noise_floor_and_counted() -> Non
     model = TransformerModel(oracle.build("gpt2").half())
     clean, corrupt = oracle.pair()
     ip.sweep(model, clean, corrupt, over="layer", metric=METRIC, progress=False)
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         result = ip.sweep(model, clean, corrupt, metric=METRIC, progress=False)
     assert result.tally.token_layers == token_layers(found)
 
@@ -108,7 +110,7 @@ def test_short_floats_are_run_once_more_for_the_noise_floor_and_counted() -> Non
 def test_a_mask_of_one_text_alone_takes_two_reference_runs() -> None:
     model, (clean, corrupt) = build("gpt2"), oracle.pair()
     masked = {"input_ids": clean, "attention_mask": torch.ones_like(clean)}
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         result = ip.sweep(model, masked, {"input_ids": corrupt}, metric=METRIC, progress=False)
     assert result.tally.forwards == max(len(calls) for calls in found)
     assert result.tally.token_layers == token_layers(found)
@@ -118,7 +120,7 @@ def test_names_swapped_in_a_sentence_take_a_thirteenth() -> None:
     """Twelve layers, fifteen tokens of which the eleventh differs: the usual first experiment."""
     model, (clean, corrupt) = build("gpt2", 12), oracle.pair(1, 15, 10)
     corrupt[0, 11:] = clean[0, 11:]
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         result = ip.sweep(model, clean, corrupt, metric=METRIC, progress=False)
     assert result.tally.one_per_cell == 12 * 15 * 15 * 12
     assert token_layers(found) * 13 <= result.tally.one_per_cell
@@ -134,12 +136,12 @@ def test_no_more_rows_than_allowed(max_rows: int) -> None:
     model, (clean, corrupt) = build("gpt2"), oracle.pair()
     options = {"max_rows": max_rows, "metric": METRIC, "progress": False}
     allowed = max(max_rows, 2)  # a cell has two examples
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         result = ip.sweep(model, clean, corrupt, plan="batches", **options)
     rows = [rows for rows, _ in found[0][1:]]  # after the reference run
     assert max(rows) <= allowed
     assert sum(rows) == result.each.numel()
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         result = ip.sweep(model, clean, corrupt, **options)
     # In the last block some rows may stand for nothing, so that their number is no other axis's.
     assert max(rows for calls in found[:-1] for rows, _ in calls[1:]) <= allowed
@@ -152,7 +154,7 @@ def test_no_more_rows_than_allowed(max_rows: int) -> None:
 
 def test_layers_before_a_pass_are_not_computed() -> None:
     model, (clean, corrupt) = build("gpt2"), oracle.pair()
-    with counted(model.module, "gpt2") as found:
+    with counted(model, "gpt2") as found:
         ip.sweep(model, clean, corrupt, layers=[3], metric=METRIC, progress=False)
     assert [len(calls) for calls in found] == [1, 1, 1, 2]
     assert found[3][1][1] == oracle.LENGTH - oracle.FIRST
