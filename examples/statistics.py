@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     # A large negative bias switches half of the first layer off for good.
     with torch.no_grad():
         first.bias[:16] -= 50.0
-    after = ip.activation_statistics(model, loader, sites=["1", "3"])
+    after = ip.activation_statistics(model, loader, site=["1", "3"])
     dead = after["1"].dead.nonzero().flatten().tolist()
     print(f"\nafter the fault, dead units in '1': {dead}")
     print("written to", after.save(folder / "statistics.html"))

@@ -122,7 +122,7 @@ def test_nobody_is_left_without_a_key_and_nothing_is_cut_for_nothing() -> None:
         "'blocks.1.attn.hook_attn_scores' (a later position is never seen)."
     )
     assert "cuts edges between queries and keys; 'blocks.1.hook_resid_post' is" in error(
-        ip.knockout(1, query=1, key=0, sites="resid_post")
+        ip.knockout(1, query=1, key=0, site="resid_post")
     )
     with pytest.raises(TypeError, match="say query"):
         ip.knockout(1, query=1, pos=2, key=0)

@@ -171,7 +171,7 @@ def test_a_list_of_edits_and_selectors_is_kept_in_order(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 2
     ip.save_edits(folder, ip.zero("z"))
     assert [path.name for path in folder.iterdir()] == ["edits.json"]
-    assert json.loads((folder / "edits.json").read_text())["version"] == 1
+    assert json.loads((folder / "edits.json").read_text())["version"] == 2
 
 
 def test_what_can_be_trained_can_be_trained_after_loading(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_threads_that_save_to_one_place_leave_a_whole_file(tmp_path: Path) -> No
 def test_a_long_regex_is_written_out_whole() -> None:
     wanted = re.compile("blocks.1.attn.hook_z|" + "x" * 300, re.IGNORECASE)
     made = eval(ip.zero(wanted).to_python(), {"ip": ip, "re": re})
-    assert made.where.sites == wanted
+    assert made.where.site == wanted
 
 
 def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
         file.write_text(right)
         return str(caught.value)
 
-    file.write_text(right.replace('"version": 1', '"version": 7'))
-    assert error() == f"{str(file)!r} is of version 7, and this interpose reads version 1."
+    file.write_text(right.replace('"version": 2', '"version": 7'))
+    assert error() == f"{str(file)!r} is of version 7, and this interpose reads 1 to 2."
     file.write_text(right.replace('"type": "add"', '"type": "adds"'))
     assert error().startswith(
         "no edit is called 'adds'. There are: Edit, add, at, clamp, fill, knockout,"
@@ -304,3 +304,27 @@ def test_texts_are_saved_as_they_are(tmp_path: Path) -> None:
         plain = model("the cat sat on the mat")
     assert torch.equal(first, again)
     assert not torch.equal(first, plain)
+
+
+def test_files_of_version_1_load(tmp_path: Path) -> None:
+    """They said ``sites``, of the edit and of what it excludes."""
+    edits = [
+        {"type": "zero", "sites": "z", "layer": 1, "head": 2},
+        {
+            "type": "scale",
+            "sites": "resid_*",
+            "exclude": {"excluded": [{"sites": "resid_mid"}]},
+            "by": 0.5,
+        },
+        {"type": "at", "sites": {"regex": "z$", "flags": 32}, "pos": -1},
+    ]
+    old = {"format": "interpose.edits", "version": 1, "edits": edits}
+    (tmp_path / "edits.json").write_text(json.dumps(old))
+    loaded = ip.load_edits(tmp_path)
+    assert [one.to_python() for one in loaded] == [
+        "ip.zero('z', layer=1, head=2)",
+        "ip.scale('resid_*', 0.5, exclude={'site': 'resid_mid'})",
+        "ip.at(re.compile('z$'), pos=-1)",
+    ]
+    ip.save_edits(tmp_path / "new", loaded)
+    assert "sites" not in (tmp_path / "new" / "edits.json").read_text()

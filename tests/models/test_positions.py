@@ -481,7 +481,7 @@ class TestCrossAttention:
             scores[..., columns] = float("-inf")
             return scores
 
-        with model.record(post, hooks=[ip.knockout(sites=name, key=key)]) as cache:
+        with model.record(post, hooks=[ip.knockout(site=name, key=key)]) as cache:
             tokens = model.generate(given, **options)
         expected = whole_of_both(model, given, tokens, post, fwd_hooks=[(name, cut)])
         plain = whole_of_both(model, given, tokens, post)

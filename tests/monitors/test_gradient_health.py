@@ -141,7 +141,7 @@ def test_a_loss_inside_the_model_is_not_what_layers_are_compared_with():
 def test_limits_and_sites_can_be_chosen():
     model = ip.wrap(deep(nn.Tanh, 3))
     assert gradient_health(model, X, loss=loss).healthy
-    strict = gradient_health(model, X, loss=loss, sites=["0", "6"], vanishing=0.9)
+    strict = gradient_health(model, X, loss=loss, site=["0", "6"], vanishing=0.9)
     assert [(row.site, row.flag) for row in strict.rows] == [("0", "vanishing"), ("6", "")]
 
 
@@ -155,7 +155,7 @@ def test_keywords_go_to_the_model():
             return self.fc(x) * factor
 
     model, x = ip.wrap(Scaled()), torch.ones(1, 2)
-    found = gradient_health(model, x, factor=3.0, loss=lambda output: output.sum(), sites="fc")
+    found = gradient_health(model, x, factor=3.0, loss=lambda output: output.sum(), site="fc")
     assert found.rows[0].gradient == 3.0
 
 

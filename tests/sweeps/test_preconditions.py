@@ -170,7 +170,7 @@ def test_a_stream_of_another_shape_is_refused_with_the_reason() -> None:
         ({"over": ("layer", "neuron"), "neurons": [-33]}, IndexError, "neuron -33 is not there: .* 0 to 31"),
         ({"edit": ip.zero("z")}, TypeError, r"or a function that makes one at each place; got zero\('z'\)"),
         ({"edit": lambda site, pos: None}, TypeError, "is to make an edit, such as .*; it made None"),
-        ({"edit": ip.knockout}, TypeError, r"lambda site, \*\*part: ip.knockout\(sites=site"),
+        ({"edit": ip.knockout}, TypeError, r"lambda site, \*\*part: ip.knockout\(site=site"),
         ({"max_rows": 0}, ValueError, "max_rows"),
         ({"batch_size": 0}, ValueError, "batch_size"),
     ],

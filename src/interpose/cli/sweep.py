@@ -67,7 +67,7 @@ def _single(values: Sequence[str]) -> Any:
 def _edit(name: str, site: Any) -> Edit:
     """The edit of that name that needs nothing but a place."""
     try:
-        return Edit.from_dict({"type": name, "sites": site})
+        return Edit.from_dict({"type": name, "site": site})
     except (TypeError, ValueError):
         raise ValueError(
             f"--edit takes an edit that needs nothing but a place, such as zero; got {name!r}. For others, write an "

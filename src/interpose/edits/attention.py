@@ -33,7 +33,7 @@ class knockout(Edit):
         head: which heads; by default all.
     """
 
-    sites: Filter = field(default="attn_scores", kw_only=True)
+    site: Filter = field(default="attn_scores", kw_only=True)
     layer: Layers | None = field(default=None, kw_only=False)
     query: Positions | None = field(default=None, kw_only=True)
     key: Positions | None = field(default=None, kw_only=True)

@@ -31,7 +31,7 @@ Value = float | Tensor | Mapping[Any, Tensor]
 class Edit(Saved, Controller):
     """A controller that is plain data: what it does is its fields.
 
-    All edits take the words of `ip.at` that say where: a selector in place of ``sites``, the words
+    All edits take the words of `ip.at` that say where: a selector in place of ``site``, the words
     themselves, or both (then the words count). A subclass says what takes the place of the selected
     part:
 
@@ -43,12 +43,12 @@ class Edit(Saved, Controller):
     ```
 
     Args:
-        sites: a selector, or what selects sites.
+        site: a selector, or what selects sites.
         strength: how far to go from the value to the edited one: a number, or one for each row of the
             batch. 1 is the edit itself, 0 nothing, 2 twice as far.
     """
 
-    sites: Filter
+    site: Filter
     at: Any = field(default=..., kw_only=True)
     layer: Layers | None = field(default=None, kw_only=True)
     head: Numbers | None = field(default=None, kw_only=True)
@@ -62,11 +62,11 @@ class Edit(Saved, Controller):
 
     def __post_init__(self) -> None:
         given = {name: vars(self)[name] for name in FIELDS}
-        sites: Any = self.sites
-        where = merged(sites, given) if isinstance(sites, at) else at(sites, **given)
-        if where.layer is not None and where.sites is None:
+        site: Any = self.site
+        where = merged(site, given) if isinstance(site, at) else at(site, **given)
+        if where.layer is not None and where.site is None:
             raise TypeError(f"{where!r}: a layer goes with a kind of site, such as 'z'.")
-        vars(self).update({name: getattr(where, name) for name in FIELDS}, sites=where)
+        vars(self).update({name: getattr(where, name) for name in FIELDS}, site=where)
         for one in (where, *(where.exclude or ())):
             vars(one)["_label"] = repr(self)
         strength: Any = self.strength
@@ -78,8 +78,8 @@ class Edit(Saved, Controller):
     @property
     def where(self) -> at:
         """Where it applies."""
-        assert isinstance(self.sites, at)
-        return self.sites
+        assert isinstance(self.site, at)
+        return self.site
 
     @property
     def label(self) -> str:

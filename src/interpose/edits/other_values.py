@@ -124,7 +124,7 @@ class mean(Edit):
     """Replace values by their mean over other data: ``ip.mean("z", cache, layer=3, head=5)``.
 
     Args:
-        sites: where, as in every edit.
+        site: where, as in every edit.
         mean: a cache (or a mapping from site names to values), of which the mean over rows and
             positions is taken; statistics (`ip.activation_statistics`), which have the mean of each unit;
             or a tensor that is the mean. None takes the mean over the batch at hand, padding left out.

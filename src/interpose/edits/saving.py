@@ -25,7 +25,8 @@ from interpose.engine.cache import Cache
 from interpose.errors import EditError
 from interpose.sites.tree import Site
 
-VERSION = 1
+VERSION = 2
+_OLD_WORDS = {"sites": "site"}  # of version 1
 _HOMES = ("attention", "basic", "other_values", "selector", "subspace")
 _KINDS: dict[str, type[Saved]] = {}
 _SMALL = 16
@@ -62,7 +63,7 @@ class Saved:
         cls, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Self:
         """What `to_dict` wrote, of whatever type it was."""
-        words = dict(data)
+        words = _new_words(data)
         name = words.pop("type", None)
         for module in _HOMES:
             importlib.import_module(f"interpose.edits.{module}")
@@ -98,8 +99,8 @@ def said(thing: Any) -> dict[str, Any]:
     found = {}
     for option in dataclasses.fields(thing):
         value = getattr(thing, option.name)
-        if option.name == "sites" and isinstance(value, Saved):
-            value = value.sites  # type: ignore[attr-defined]
+        if option.name == "site" and isinstance(value, Saved):
+            value = value.site  # type: ignore[attr-defined]
         default = option.default
         same = value is default or (
             isinstance(value, (int, float, str))
@@ -185,6 +186,10 @@ def _refusal(value: Any) -> str:
     return f"a {type(value).__name__} cannot be saved: {value!r}"
 
 
+def _new_words(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {_OLD_WORDS.get(word, word): value for word, value in data.items()}
+
+
 def _taken(value: Any, tensors: Mapping[str, Tensor] | None) -> Any:
     """The inverse of `_Shelf.put`."""
     if isinstance(value, list):
@@ -200,7 +205,7 @@ def _taken(value: Any, tensors: Mapping[str, Tensor] | None) -> Any:
     if word == "tuple":
         return tuple(_taken(part, tensors) for part in held)
     if word == "excluded":
-        return tuple({w: _taken(v, tensors) for w, v in one.items()} for one in held)
+        return tuple({w: _taken(v, tensors) for w, v in _new_words(one).items()} for one in held)
     if word == "mapping":
         return {_taken(key, tensors): _taken(part, tensors) for key, part in held}
     if word == "cache":
@@ -362,9 +367,9 @@ def load_edits(path: str | Path, device: str | torch.device = "cpu") -> list[Any
         raise EditError(f"{str(file)!r} is no JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != "interpose.edits":
         raise EditError(f"{str(file)!r} holds no edits of interpose.")
-    if data.get("version") != VERSION:
+    if data.get("version") not in range(1, VERSION + 1):
         raise EditError(
-            f"{str(file)!r} is of version {data.get('version')!r}, and this interpose reads version {VERSION}."
+            f"{str(file)!r} is of version {data.get('version')!r}, and this interpose reads 1 to {VERSION}."
         )
     tensors = {}
     if "tensors" in data:

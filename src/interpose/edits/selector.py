@@ -41,7 +41,7 @@ class at(Saved):
     ```
 
     Args:
-        sites: a kind (``z``), a name, a glob, a regex, a callable on names, or a list of these.
+        site: a kind (``z``), a name, a glob, a regex, a callable on names, or a list of these.
         layer: a number, several, a range, a slice, or ``all``.
         head: which heads.
         neuron: which entries of the last axis; of an image, which channels.
@@ -54,7 +54,7 @@ class at(Saved):
         at: an index into what the others leave, as in ``value[at]``.
     """
 
-    sites: Filter = None
+    site: Filter = None
     at: Any = field(default=..., kw_only=True)
     layer: Layers | None = field(default=None, kw_only=True)
     head: Numbers | None = field(default=None, kw_only=True)
@@ -66,10 +66,10 @@ class at(Saved):
     exclude: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        inner: Any = self.sites
+        inner: Any = self.site
         if isinstance(inner, at):
             vars(self).update(vars(merged(inner, vars(self))))
-        if isinstance(self.sites, (list, tuple)) and any(isinstance(s, at) for s in self.sites):
+        if isinstance(self.site, (list, tuple)) and any(isinstance(s, at) for s in self.site):
             raise TypeError("a selector is one place; give one edit or hook for each.")
         for name in ("layer", "head", "neuron", "pos", "rows"):
             vars(self)[name] = _plain(vars(self)[name])
@@ -121,7 +121,7 @@ class at(Saved):
     def select_in(self, tree: ModuleTree) -> list[tuple[Site, bool]]:
         """Its sites in a model, each with whether it was named outright."""
         found: dict[str, tuple[Site, bool]] = {}
-        for asked in self.sites if isinstance(self.sites, list) else [self.sites]:
+        for asked in self.site if isinstance(self.site, list) else [self.site]:
             for site, outright in _in_layers(tree, asked, self.layer, self.label):
                 found.setdefault(site.name, (site, outright))
         gone = [ex for ex in self.exclude or () if not ex.narrows]
@@ -144,9 +144,9 @@ class at(Saved):
             most = max((number for number in _numbers(tree) if number is not None), default=-1) + 1
             if layer is None or layer not in _layers(self.layer, most, self.label):
                 return False
-        if self.sites is None:
+        if self.site is None:
             return True
-        return any(site.canonical == canonical for site, _ in tree.select(self.sites))
+        return any(site.canonical == canonical for site, _ in tree.select(self.site))
 
     # Values.
 
@@ -204,7 +204,7 @@ def _plain(given: Any) -> Any:
     return int(given) if hasattr(given, "__index__") else given
 
 
-FIELDS = tuple(option.name for option in fields(at) if option.name != "sites")
+FIELDS = tuple(option.name for option in fields(at) if option.name != "site")
 _DEFAULTS = {option.name: option.default for option in fields(at)}
 
 
@@ -220,16 +220,16 @@ class _Exclusion(at):
 
 def _exclusion(given: Any) -> at:
     if isinstance(given, at):
-        given = {name: getattr(given, name) for name in ("sites", *FIELDS)}
+        given = {name: getattr(given, name) for name in ("site", *FIELDS)}
     if not isinstance(given, Mapping):
         raise TypeError(f"exclude is ip.at(...) or a dictionary of its words; got {given!r}.")
-    unknown = set(given) - {"sites", *FIELDS}
+    unknown = set(given) - {"site", *FIELDS}
     if unknown:
-        raise TypeError(f"exclude has no {unknown.pop()!r}; it has sites, {', '.join(FIELDS)}.")
+        raise TypeError(f"exclude has no {unknown.pop()!r}; it has site, {', '.join(FIELDS)}.")
     made = _Exclusion(**given)
     if made.at is not ... or made.exclude is not None:
         raise TypeError("exclude takes no index and no exclusions of its own.")
-    if made.sites is None and made.layer is None and not made.narrows:
+    if made.site is None and made.layer is None and not made.narrows:
         raise TypeError("an exclusion without a word would exclude everything.")
     return made
 

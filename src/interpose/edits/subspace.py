@@ -64,7 +64,7 @@ class project_out(Edit):
     What is left has no component along any of them; what is at right angles to them stays.
 
     Args:
-        sites: where, as in every edit.
+        site: where, as in every edit.
         direction: one [units], or several [k, units], of any length and angle; by site name if a mapping.
         mean: what to count components from, [units]: they are set to those of the mean instead of zero.
     """
@@ -177,7 +177,7 @@ class rotate(Edit):
     ```
 
     Args:
-        sites: where, as in every edit.
+        site: where, as in every edit.
         rotation: `ip.Rotation`, a module with such a ``weight``, or a tensor with orthonormal rows.
         source: as in `ip.patch`: what the first k coordinates are taken from. None turns the value
             itself: ``rotation`` is then a matrix [m, m] that acts on the coordinates in ``subspace``.

@@ -29,13 +29,13 @@ class Hook:
     """Something that runs at sites, and can be switched off and on.
 
     Args:
-        sites: where it runs: a name, a glob, a regex, a callable on names, a list of these, or
+        site: where it runs: a name, a glob, a regex, a callable on names, a list of these, or
             None for every output.
         id: how the model knows it; made up from the class name unless given.
     """
 
-    def __init__(self, sites: Filter = None, *, id: str | None = None) -> None:  # noqa: A002
-        vars(self)["sites"] = sites
+    def __init__(self, site: Filter = None, *, id: str | None = None) -> None:  # noqa: A002
+        vars(self)["site"] = site
         if id is not None:
             vars(self)["_id"] = id
 
@@ -65,7 +65,7 @@ class Hook:
         return f"hook {self.id!r}"
 
     def __repr__(self) -> str:
-        said = [repr(vars(self).get("sites"))]
+        said = [repr(vars(self).get("site"))]
         options: list[Any] = (
             list(dataclasses.fields(self)) if dataclasses.is_dataclass(self) else []
         )
@@ -103,13 +103,13 @@ class Detector(Hook):
     ```
 
     Args:
-        sites: where it looks.
+        site: where it looks.
         copies: False hands out the live value without a copy: cheaper, but a model that works in
             place may change it after you looked.
     """
 
-    def __init__(self, sites: Filter = None, *, id: str | None = None, copies: bool = True) -> None:  # noqa: A002
-        super().__init__(sites, id=id)
+    def __init__(self, site: Filter = None, *, id: str | None = None, copies: bool = True) -> None:  # noqa: A002
+        super().__init__(site, id=id)
         self.copies = copies
 
     copies = True
@@ -166,8 +166,8 @@ class Controller(Hook):
 class FunctionHook(Hook):
     """A plain function ``fn(value, hook)`` in one direction."""
 
-    def __init__(self, function: Callable[..., Any], sites: Filter, direction: str) -> None:
-        super().__init__(sites)
+    def __init__(self, function: Callable[..., Any], site: Filter, direction: str) -> None:
+        super().__init__(site)
         self.function = function
         self.direction = direction
         self._call = _caller(function)
@@ -255,13 +255,13 @@ class skip(Hook):
         ``model.run_with_hooks(x, hooks=[ip.skip("layer2", lambda x: x)])``
 
     Args:
-        sites: the module or modules to skip.
+        site: the module or modules to skip.
         replacement: what it returns: a tensor (or the container the module returns), or a
             function that is called with all its arguments.
     """
 
-    def __init__(self, sites: Filter, replacement: Any) -> None:
-        super().__init__(sites)
+    def __init__(self, site: Filter, replacement: Any) -> None:
+        super().__init__(site)
         self.replacement = replacement
 
     @property
@@ -279,13 +279,13 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
     if isinstance(item, Hook):
         return item
     if isinstance(item, tuple) and len(item) == 2:
-        sites, what = item
+        site, what = item
         if isinstance(what, TorchHook):
             moved = copy.copy(what)
-            vars(moved)["sites"] = sites
+            vars(moved)["site"] = site
             return moved
         if callable(what) and not isinstance(what, (Hook, str, Site)):
-            return FunctionHook(what, sites, direction)
+            return FunctionHook(what, site, direction)
     raise TypeError(
         "a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or "
         f"edit; got {item!r}"

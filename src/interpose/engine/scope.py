@@ -91,7 +91,7 @@ def bind(
 
     def listeners(direction: str) -> list[Listener]:
         found: list[Listener] = []
-        for site, outright in model.select(hook.sites):  # type: ignore[attr-defined]
+        for site, outright in model.select(hook.site):  # type: ignore[attr-defined]
             if site.part is not None and isinstance(hook, (skip, TorchHook)):
                 raise TypeError(f"{hook.label} takes whole values; got {site.part!r}.")
             about: dict[str, Any] = {"model": model, "site": site, "scope": scope}

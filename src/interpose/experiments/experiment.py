@@ -222,7 +222,7 @@ class Experiment:
 
 def placed(edit: Edit) -> Callable[..., Edit]:
     """What makes an edit at each place of a sweep."""
-    return lambda site, **part: dataclasses.replace(edit, sites=site, **part)
+    return lambda site, **part: dataclasses.replace(edit, site=site, **part)
 
 
 def _metrics(given: Any) -> Any:
@@ -279,7 +279,7 @@ def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
         return found
     if not isinstance(edit, Edit):
         raise TypeError(f"the edit of a sweep is data, such as ip.zero('z'); got {edit!r}.")
-    site = edit.where.sites
+    site = edit.where.site
     over = found.get("over", ("layer", "pos"))
     twice = [
         axis

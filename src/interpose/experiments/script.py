@@ -77,11 +77,11 @@ def _doing(experiment: Experiment, edits: list[str]) -> list[str]:
     words = dict(experiment.sweep)
     edit: Edit | None = words.pop("edit", None)
     options += [f"{name}={value!r}" for name, value in words.items()]
-    if edit is not None and set(said(edit)) == {"sites"}:
+    if edit is not None and set(said(edit)) == {"site"}:
         options.append(f"edit=ip.{type(edit).__name__}")
     elif edit is not None:
         lines.append(f"edit = {edits[-1]}")
-        options.append("edit=lambda site, **part: replace(edit, sites=site, **part)")
+        options.append("edit=lambda site, **part: replace(edit, site=site, **part)")
     given = ["model", *texts, *options, "metric=metric", "progress=False"]
     run = f"result = ip.sweep({', '.join(given)})"
     if len(run) > 96:

@@ -21,11 +21,11 @@ class shift(Controller):
     """Add a tensor to the value at a site. It has the value's own shape; nothing is broadcast.
 
     Args:
-        sites: where.
+        site: where.
         delta: what is added, moved and cast to the value.
     """
 
-    sites: Filter
+    site: Filter
     delta: Tensor
 
     def change(self, value: Tensor, hook: HookPoint) -> Tensor:

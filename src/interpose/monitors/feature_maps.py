@@ -118,7 +118,7 @@ class FeatureMaps:
 def feature_maps(
     model: Model | nn.Module,
     inputs: Any,
-    sites: Filter,
+    site: Filter,
     *,
     example: int = 0,
     channels: Sequence[int] | None = None,
@@ -132,7 +132,7 @@ def feature_maps(
     Args:
         model: the model, run once without gradients in the mode (train or eval) it is in.
         inputs: what it takes: a tensor, a tuple of arguments, or a dictionary of keywords.
-        sites: where; the values must be [batch, channel, height, width].
+        site: where; the values must be [batch, channel, height, width].
         example: which element of the batch to show.
         channels: which channels; None for all.
         columns: how many maps stand side by side.
@@ -144,7 +144,7 @@ def feature_maps(
         return value[[example]] if value.ndim == 4 else value
 
     with torch.no_grad():
-        _, cache = as_model(model).run_with_cache(*args, names_filter=sites, keep=cut, **kwargs)
+        _, cache = as_model(model).run_with_cache(*args, names_filter=site, keep=cut, **kwargs)
     flat = {name: tuple(value.shape) for name, value in cache.items() if value.ndim != 4}
     if flat:
         raise ValueError(_not_maps(flat, [name for name in cache if name not in flat]))

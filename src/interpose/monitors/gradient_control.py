@@ -23,11 +23,11 @@ class clip_grad(Controller):
         ``with model.hooks([ip.clip_grad("encoder", 1.0)]): loss(model(x), y).backward()``
 
     Args:
-        sites: where.
+        site: where.
         max_norm: the longest norm that passes.
     """
 
-    sites: Filter
+    site: Filter
     max_norm: float
 
     def __post_init__(self) -> None:
@@ -50,11 +50,11 @@ class scale_grad(Controller):
         ``ip.scale_grad("features", -1.0)`` trains the features against the loss.
 
     Args:
-        sites: where.
+        site: where.
         factor: what to multiply with.
     """
 
-    sites: Filter
+    site: Filter
     factor: float
 
     def change_grad(self, grad: Tensor, hook: HookPoint) -> Tensor:  # noqa: ARG002
@@ -67,13 +67,13 @@ class noise_grad(Controller):
     """Add normal noise to the gradient at a site.
 
     Args:
-        sites: where.
+        site: where.
         std: the standard deviation of the noise.
         seed: makes the noise repeatable and leaves PyTorch's own random numbers alone; each new
             ``noise_grad`` with a seed begins its series anew. None draws from PyTorch's generator.
     """
 
-    sites: Filter
+    site: Filter
     std: float
     seed: int | None = None
 

@@ -102,7 +102,7 @@ def gradient_health(
     model: Model | nn.Module,
     *inputs: Any,
     loss: Callable[[Any], Tensor],
-    sites: Filter = None,
+    site: Filter = None,
     vanishing: float = 1e-4,
     exploding: float = 1e4,
     **kwargs: Any,
@@ -116,13 +116,13 @@ def gradient_health(
         model: the model, run once in the mode (train or eval) it is in.
         *inputs: what the model takes.
         loss: a function from the model's output to one number.
-        sites: where to look; None for the output of every module.
+        site: where to look; None for the output of every module.
         vanishing: flag a site whose gradient is below this times the one at the last site.
         exploding: flag a site whose gradient is above this times the one at the last site.
         **kwargs: what the model takes by name.
     """
     _, cache = as_model(model).run_with_cache(
-        *inputs, names_filter=sites, incl_bwd=loss, keep=_size_and_axes, **kwargs
+        *inputs, names_filter=site, incl_bwd=loss, keep=_size_and_axes, **kwargs
     )
     sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
     gradients = {name: value.tolist()[0] for name, value in cache.grad.items()}

@@ -57,15 +57,13 @@ class NaNGuard(Detector):
     Each look waits for the device: a tool to find a fault with, not one to leave in for good.
 
     Args:
-        sites: where it looks; None for the output of every module.
+        site: where it looks; None for the output of every module.
         gradients: look at gradients too, in a ``backward()`` inside the ``with`` block.
         raises: False only writes down ``guard.first`` and lets the model run on.
     """
 
-    def __init__(
-        self, sites: Filter = None, *, gradients: bool = True, raises: bool = True
-    ) -> None:
-        super().__init__(sites, copies=False)
+    def __init__(self, site: Filter = None, *, gradients: bool = True, raises: bool = True) -> None:
+        super().__init__(site, copies=False)
         self.gradients = gradients
         self.raises = raises
         self.first: Break | None = None

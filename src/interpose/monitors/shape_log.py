@@ -36,11 +36,11 @@ class ShapeLog(TableResult, Detector):
     A module returns after the modules inside it, so a block stands below its parts.
 
     Args:
-        sites: where; None for the output of every module.
+        site: where; None for the output of every module.
     """
 
-    def __init__(self, sites: Filter = None) -> None:
-        super().__init__(sites, copies=False)
+    def __init__(self, site: Filter = None) -> None:
+        super().__init__(site, copies=False)
         self.rows: list[ShapeRow] = []
 
     def read(self, value: Tensor, hook: HookPoint) -> None:

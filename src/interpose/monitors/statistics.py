@@ -162,14 +162,14 @@ class Statistics(Detector):
     The calls of a module that is called several times in a forward pass count together.
 
     Args:
-        sites: where; None for the output of every module.
+        site: where; None for the output of every module.
         unit_axis: the axis that counts the units; by default 1 for images (four or five axes: their
             channels), else the last. Of a text's values [batch, pos, ...] everything after the position
             is a unit, heads side by side, and padding is left out.
     """
 
-    def __init__(self, sites: Filter = None, *, unit_axis: int | None = None) -> None:
-        super().__init__(sites, copies=False)
+    def __init__(self, site: Filter = None, *, unit_axis: int | None = None) -> None:
+        super().__init__(site, copies=False)
         self.unit_axis = unit_axis
         self._summaries: dict[str, _Summary] = {}
 
@@ -244,7 +244,7 @@ def _finished(site: str, sums: _Summary) -> SiteStatistics:
 def activation_statistics(
     model: Model | nn.Module,
     loader: Iterable[Any],
-    sites: Filter = None,
+    site: Filter = None,
     *,
     forward: Forward | None = None,
     progress: bool = True,
@@ -260,11 +260,11 @@ def activation_statistics(
         loader: batches: a DataLoader or any iterable. Of a tuple the first element is the input; a
             dictionary is passed as keywords. For a model of transformers also texts, or tokens, or what a tokenizer
             returns, by themselves.
-        sites: where; None for the output of every module.
+        site: where; None for the output of every module.
         forward: how to run a batch instead: ``lambda model, batch: model(batch["image"])``.
         progress: show a bar, where there is a terminal or a notebook.
         unit_axis: as in `Statistics`.
     """
-    statistics = Statistics(sites, unit_axis=unit_axis)
+    statistics = Statistics(site, unit_axis=unit_axis)
     run_batches(as_model(model), loader, [statistics], forward=forward, progress=progress)
     return statistics.result()

@@ -145,7 +145,7 @@ class _Sweep:
         if self.edit is knockout:
             raise TypeError(
                 "ip.knockout cuts edges, and a place is none: give a function, such as lambda site, **part: "
-                "ip.knockout(sites=site, key=0, **part)."
+                "ip.knockout(site=site, key=0, **part)."
             )
         self.metrics = {name: as_metric(metric) for name, metric in self.metrics.items()}
 

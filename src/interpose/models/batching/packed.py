@@ -116,7 +116,7 @@ class _Stand:
     """Stands in a hook's place."""
 
     def __init__(self, hook: Any, **options: Any) -> None:
-        super().__init__(getattr(hook, "sites", None), **options)  # type: ignore[call-arg]
+        super().__init__(getattr(hook, "site", None), **options)  # type: ignore[call-arg]
         self.hook = hook
 
     @property
