@@ -222,7 +222,7 @@ def test_chosen_heads_that_keys_and_values_lack_are_nan() -> None:
         )
         assert some.values[:2].isfinite().all()
     for wrong in ([], [4]):
-        with pytest.raises(IndexError, match="heads: there are 4"):
+        with pytest.raises(IndexError, match="the model has heads 0 to 3"):
             ip.activation_patching(model, clean, corrupt, heads=wrong, **options)
 
 

@@ -134,10 +134,8 @@ def test_wrong_arguments_say_so(pocket: ip.TransformerModel, lens: ip.TunedLens)
 
 def test_progress_is_told_and_it_prints(lens: ip.TunedLens) -> None:
     model, told = ip.wrap(tiny.build("gpt2")), []
-    made = ip.TunedLens.fit(
-        model, [[11, 12, 13]], steps=2, progress=lambda step, kl: told.append((step, kl))
-    )
-    assert [step for step, _ in told] == [0, 1]
-    assert told[0][1] == pytest.approx(float(made.kl[0].mean()))
+    made = ip.TunedLens.fit(model, [[11, 12, 13]], steps=2, progress=lambda *far: told.append(far))
+    assert told == [(1, 2), (2, 2)]
+    assert len(made.kl) == 2
     assert repr(lens).startswith("TunedLens: steps 15, texts 80")
     assert "layer 6: 0.000 -> 0.000" in repr(lens)

@@ -20,6 +20,7 @@ from interpose.experiments.measure import Measured, measure, speaks_of_rows
 from interpose.models.loading import as_model, load
 from interpose.models.running.rows import read_tokens
 from interpose.models.running.text import is_text
+from interpose.progress import ShowProgress
 from interpose.sweeps import sweep as sweeps
 from interpose.sweeps.metrics import as_metric
 from interpose.sweeps.result import SweepResult
@@ -106,7 +107,7 @@ class Experiment:
         model: Model | None = None,
         *,
         device: str | torch.device | None = None,
-        progress: bool | Callable[[int, int], Any] = False,
+        progress: ShowProgress = True,
     ) -> Measured | SweepResult:
         """Do it: what a sweep found, or each text's metric without the edits and with them.
 
@@ -123,6 +124,7 @@ class Experiment:
                 self.metrics,
                 edits=self.edits,
                 prepend_bos=self.prepend_bos,
+                progress=progress,
             )
         words = dict(self.sweep)
         if "edit" in words:

@@ -14,6 +14,7 @@ from interpose.edits.other_values import mean, resample
 from interpose.errors import Unsupported
 from interpose.models.running.text import is_text
 from interpose.models.running.trial import first_tensor
+from interpose.progress import ShowProgress, tracked
 from interpose.results.table import TableResult, number
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
@@ -106,6 +107,7 @@ def measure(
     *,
     edits: Sequence[Any] = (),
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
     batch_size: int = 16,
 ) -> Measured:
     """Measure each text, without edits and with them.
@@ -126,6 +128,7 @@ def measure(
             or several by name. `ip.metrics.kl` compares with the run without edits.
         edits: all in force at once.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
         batch_size: how many texts run together, at most; all of them where an edit speaks of rows.
     """
     if model.training:
@@ -150,7 +153,7 @@ def measure(
             "Give texts of one length, or measure them one by one."
         )
     found = torch.zeros(2, len(metrics), total)
-    for part in parts:
+    for part in tracked(parts, progress, size=lambda part: len(part.numbers)):
         found[:, :, list(part.numbers)] = _measured(
             model, part, list(metrics.values()), edits, total
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.batches import rows_of
+from interpose.progress import ShowProgress
 
 _EVIDENCE = (
     "Evidence that the model needs a unit for this metric on these texts; not for what the unit computes, nor that a "
@@ -43,7 +44,7 @@ def ablation(
     batch_size: int = 16,
     max_rows: int | None = None,
     prepend_bos: bool | None = None,
-    progress: bool = False,
+    progress: ShowProgress = True,
 ) -> ip.Scores:
     """How far the metric moves without each unit: below zero, the unit was needed.
 
@@ -74,7 +75,7 @@ def ablation(
         batch_size: how many texts run together, at most.
         max_rows: how many rows of a sweep run together, at most; by default as many as fit.
         prepend_bos: as in ``to_tokens``, for texts.
-        progress: show a bar.
+        progress: as in `ip.sweep`.
     """
     rows = rows_of(model, texts, prepend_bos)
     if reference is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.progress import ShowProgress
 
 _HEAD = ("z", "q", "k", "v", "pattern")
 _STREAM, _ALL_POS, _BY_POS = ("layer", "pos"), ("layer", "head"), ("layer", "pos", "head")
@@ -61,7 +62,7 @@ def activation_patching(
     batch_size: int = 16,
     max_rows: int | None = None,
     prepend_bos: bool | None = None,
-    progress: bool = False,
+    progress: ShowProgress = True,
 ) -> ip.SweepResult:
     """How much of the way from one run to the other each place goes, as a sweep's result.
 
@@ -91,7 +92,7 @@ def activation_patching(
         batch_size: how many pairs run together, at most.
         max_rows: how many rows run together, at most; by default as many as fit.
         prepend_bos: as in ``to_tokens``, for texts.
-        progress: show a bar.
+        progress: as in `ip.sweep`.
     """
     if family not in FAMILIES:
         raise ValueError(f"no family is called {family!r}. There are: {', '.join(FAMILIES)}.")

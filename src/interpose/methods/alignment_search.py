@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 
 import interpose as ip
 from interpose.models.selection import Some, entries
+from interpose.progress import Progress, ShowProgress
 from interpose.render.labelled import Labelled
 
 _DRAWS = 5  # random subspaces, of which the mean is given
@@ -139,6 +140,7 @@ def alignment_search(
     seed: int = 0,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> Alignment:
     """A subspace that carries a variable from one text into another, with its accuracy on pairs held out.
 
@@ -166,6 +168,7 @@ def alignment_search(
         seed: of the first directions, of the order of batches, of what is held out.
         batch_size: how many pairs run together.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if steps < 1:
         raise ValueError(f"steps is at least 1; got {steps}.")
@@ -190,7 +193,9 @@ def alignment_search(
     )
     layers = entries(layer, len(model.blocks), "layer", "the model")
     positions = list(dict.fromkeys([pos] if isinstance(pos, (int, str)) else pos))
-    found = [[_searched(search, one, place) for place in positions] for one in layers]
+    rounds = steps * (1 + placebo) * len(layers) * len(positions)
+    with Progress(progress, rounds, "step") as bar:
+        found = [[_searched(search, one, place, bar) for place in positions] for one in layers]
     return _result(search, found, {"layer": layers, "pos": positions}, sorted(numbers))
 
 
@@ -231,7 +236,7 @@ def _result(
     )
 
 
-def _searched(search: _Search, layer: int, pos: int | str) -> dict[str, Any]:
+def _searched(search: _Search, layer: int, pos: int | str, bar: Progress) -> dict[str, Any]:
     """One place: accuracies by name, directions [dimensions, units], losses [step]."""
     where: dict[str, Any] = {"layer": layer, "pos": pos, "head": search.head}
     train, test = ([_pairs(search, b, where) for b in some] for some in (search.train, search.test))
@@ -244,7 +249,7 @@ def _searched(search: _Search, layer: int, pos: int | str) -> dict[str, Any]:
         return lambda pairs: [ip.rotate(search.site, rotation, pairs.source, **where)]
 
     learned = fresh(search.seed)
-    losses = _train(search, train, learned, swap(learned), "true")
+    losses = _train(search, train, learned, swap(learned), "true", bar)
     draws = [_accuracy(test, swap(fresh(search.seed + 1 + draw))) for draw in range(_DRAWS)]
     accuracy = {
         "learned": _accuracy(test, swap(learned)),
@@ -254,7 +259,7 @@ def _searched(search: _Search, layer: int, pos: int | str) -> dict[str, Any]:
     }
     if search.shuffled is not None:
         other = fresh(search.seed)
-        _train(search, train, other, swap(other), "shuffled")
+        _train(search, train, other, swap(other), "shuffled", bar)
         accuracy["shuffled"] = _accuracy(test, swap(other), "shuffled")
     return {
         "accuracy": accuracy,
@@ -311,6 +316,7 @@ def _train(
     rotation: Any,
     swap: Callable[[_Pairs], list[Any]],
     goal: str,
+    bar: Progress,
 ) -> Tensor:
     """Turn the directions until the swap gives what is wanted; the loss of each step."""
     drawn = torch.Generator("cpu").manual_seed(search.seed)
@@ -326,6 +332,7 @@ def _train(
         optimizer.param_groups[0]["lr"] = search.lr * (1 - step / search.steps)
         optimizer.step()
         losses.append(loss.detach())
+        bar.step()
     return torch.stack(losses).cpu()
 
 

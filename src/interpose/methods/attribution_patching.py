@@ -21,6 +21,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.gradient_attribution import ByLayer, sites_by_layer
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 from interpose.render.html import html_table
 from interpose.render.text import table
 from interpose.results.table import number
@@ -101,6 +102,7 @@ def attribution_patching(
     verify: int = 0,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> AttributionPatching:
     """How far patching would move a metric, estimated for every place at once.
 
@@ -129,6 +131,7 @@ def attribution_patching(
         verify: how many of the strongest places to patch really, a forward pass each.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     _check(clean, corrupt, metric, patch, verify)
     here, there = (corrupt, clean) if patch == "clean" else (clean, corrupt)
@@ -145,12 +148,13 @@ def attribution_patching(
         over=_usual(sites) if over is None else over,
         hooks=hooks,
         layer=layer,
+        progress=False if verify else progress,
         **options,
     )
     assert found.baseline is not None
     each = 0.0 - found.each  # the other run's values less this one's
     pairs = ip.batches(model, here, there, **options)
-    verified = _verified(model, pairs, metric, sites, found, verify)
+    verified = _verified(model, pairs, metric, sites, found, verify, progress)
     here_measured, there_measured = float(found.measured.mean()), float(found.baseline.mean())
     return AttributionPatching.averaged(
         each,
@@ -234,6 +238,7 @@ def _verified(
     sites: dict[str, ByLayer],
     found: Any,
     count: int,
+    progress: ShowProgress,
 ) -> list[dict[str, Any]]:
     """The strongest places, each with its estimate and what patching it really does."""
     places = [place for place in found.top(count) if place["value"]]
@@ -241,7 +246,7 @@ def _verified(
     layers = list(sites[first])
     names = {kind: row[None][0] if None in row else kind for kind, row in sites.items()}
     effects = torch.zeros(len(places), len(found.measured), device="cpu")
-    for pair in pairs if places else ():
+    for pair in tracked(pairs if places else [], progress):
         numbers = list(pair.numbers)
         logits, values = model.run_with_cache(pair.corrupt, names_filter=list(names.values()))
         measure = pair.measure(metric, logits)

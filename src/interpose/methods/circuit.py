@@ -25,6 +25,7 @@ import interpose as ip
 from interpose.methods.circuit_picture import picture
 from interpose.methods.edge_ablation import AblatedRun
 from interpose.methods.wiring import Edge, Graph, wiring
+from interpose.progress import ShowProgress, tracked
 from interpose.render.html import html_table, page, write
 from interpose.render.text import table
 from interpose.results.table import number
@@ -202,6 +203,7 @@ def faithfulness(
     sizes: Sequence[int] | None = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> Faithfulness:
     """How much of the metric circuits keep: 1 as the whole model on the clean text, 0 as on the corrupt text.
 
@@ -224,6 +226,7 @@ def faithfulness(
         sizes: one of each of these numbers of edges.
         batch_size: how many texts run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     chosen, labels = _chosen(circuits, scores, sizes)
     if corrupt is None:
@@ -240,7 +243,7 @@ def faithfulness(
             )
     parts = ip.batches(model, clean, corrupt, batch_size=batch_size, prepend_bos=prepend_bos)
     found = torch.zeros(2 + len(chosen), parts[0].total)
-    for batch in parts:
+    for batch in tracked(parts, progress):
         assert batch.corrupt is not None
         with torch.no_grad():
             whole = model(batch.clean)

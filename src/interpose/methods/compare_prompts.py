@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.progress import ShowProgress, tracked
 from interpose.render.html import Markup, bar, html_table
 from interpose.render.labelled import Labelled
 from interpose.render.text import table
@@ -106,6 +107,7 @@ def compare_prompts(
     pos: int | None = -1,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> PromptComparison:
     """Which components tell two prompts apart: relative differences, cosines, and differences of logit attribution.
 
@@ -127,6 +129,7 @@ def compare_prompts(
             of its own, with the attribution at the last.
         batch_size: how many pairs run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     _check(clean, corrupt, answer, instead, by, pos)
     options: dict[str, Any] = {"batch_size": batch_size, "prepend_bos": prepend_bos}
@@ -139,7 +142,7 @@ def compare_prompts(
         )
     differences, cosines = [], []
     names: list[Any] = []
-    for batch in found:
+    for batch in tracked(found, progress):
         where = None if pos is None else [batch.positions(pos)[0][0]]
         mine, other = (_added(model, tokens, by, where) for tokens in (batch.clean, batch.corrupt))
         names = list(mine)

@@ -24,6 +24,7 @@ import interpose as ip
 from interpose.methods.gradient_attribution import must_have_gradient
 from interpose.methods.norms import Norm, wide
 from interpose.methods.wiring import INPUT, Graph, Layer, Wiring, same, wiring
+from interpose.progress import ShowProgress, tracked
 from interpose.render.labelled import Labelled
 
 _MOST = 2**25  # numbers of writers and readers held at a time
@@ -161,6 +162,7 @@ def edge_attribution(
     steps: int = 1,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> EdgeScores:
     """How much the metric would change if an edge carried what it carries on the corrupt text, for all edges.
 
@@ -182,6 +184,7 @@ def edge_attribution(
             input, the clean one included (EAP-IG).
         batch_size: how many rows run together, at most: texts times steps.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if steps < 1:
         raise ValueError(f"steps is 1 or more, the number of gradients to average; got {steps}.")
@@ -201,7 +204,7 @@ def edge_attribution(
     )
     total = torch.zeros(len(graph.writers), len(graph.readers), device=model.device)
     forwards = backwards = 0
-    for batch in parts:
+    for batch in tracked(parts, progress):
         runs = _add(total, wires, batch, metric, steps, batch_size)
         forwards, backwards = forwards + 1 + runs, backwards + runs
     return EdgeScores(

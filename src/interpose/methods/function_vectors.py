@@ -12,7 +12,7 @@ norm's divisor of each prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.progress import ShowProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -67,7 +68,7 @@ def function_vector(
     head: int | Sequence[tuple[int, int]] = 10,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
-    progress: bool | Callable[[int, int], Any] = True,
+    progress: ShowProgress = True,
 ) -> FunctionVector:
     """What each head carries of a task that prompts show, and the vector that the strongest heads write.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.layers import chosen_layers
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 
 AXES = ("site", "layer", "head", "neuron", "pos")
 ByLayer = dict[int | None, tuple[str, tuple[str, ...]]]
@@ -53,6 +54,7 @@ def saliency(
     layer: Some = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> Attribution:
     """How strongly a metric answers to small changes at each place: the length of its gradient there.
 
@@ -74,6 +76,7 @@ def saliency(
         layer: which; by default all that have the site.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     evidence = (
         "Evidence for where the metric is sensitive to small changes of a value; not for what the value there did: a "
@@ -90,6 +93,7 @@ def saliency(
         layer,
         lambda grad, _: grad.float().square(),
         evidence,
+        progress,
     )
 
 
@@ -105,6 +109,7 @@ def gradient_times_activation(
     layer: Some = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> Attribution:
     """What a metric owes to each value, to first order: gradient times value, added up within each place.
 
@@ -126,6 +131,7 @@ def gradient_times_activation(
         layer: which; by default all that have the site.
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     evidence = (
         "Evidence, to first order, for what the metric owes to a value being there and not the baseline's (or zero); "
@@ -143,6 +149,7 @@ def gradient_times_activation(
         # Nothing is owed where nothing answers: a masked score is -inf.
         lambda grad, value: (grad.float() * value.float()).where(grad != 0, 0.0),
         evidence,
+        progress,
     )
 
 
@@ -157,6 +164,7 @@ def _attribution(
     layer: Some,
     combine: Callable[[Tensor, Tensor], Tensor],
     evidence: str,
+    progress: ShowProgress,
 ) -> Attribution:
     kinds = [site] if isinstance(site, str) else list(site)
     sites = sites_by_layer(model, kinds, layer)
@@ -173,7 +181,7 @@ def _attribution(
         )
     total = batches[0].total
     parts, ends = [], torch.zeros(2, total, device="cpu")
-    for batch in batches:
+    for batch in tracked(batches, progress):
         here, there, ends[:, list(batch.numbers)] = _run(model, batch, metric, sites, hooks)
         rows = []
         for kind in kinds:

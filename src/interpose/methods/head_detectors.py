@@ -19,6 +19,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.layers import sites_in
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 
 Pattern = Tensor | Callable[[Tensor], Tensor]
 """Which keys each query should look at, [query, key]; or a function that says so of a text's tokens [pos]."""
@@ -42,6 +43,7 @@ def head_scores(
     seed: int = 0,
     layer: Some = None,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> ip.Scores:
     """How much of its attention each head pays to the keys that a kind of head would look at, [layer, head].
 
@@ -62,6 +64,7 @@ def head_scores(
         seed: of the random tokens.
         layer: which; by default all that have attention.
         prepend_bos: whether texts begin with the BOS token; by default as the tokenizer has it.
+        progress: as in `ip.sweep`.
     """
     if isinstance(kind, str) and kind not in KINDS:
         raise ValueError(
@@ -73,7 +76,7 @@ def head_scores(
         texts = _said_again(model, length, repeats, batch, seed, prepend_bos)
     sites = sites_in(model, "pattern", layer, "attention")
     total, queries, forwards = torch.zeros(1, 1, dtype=torch.float64, device="cpu"), 0, 0
-    for part in ip.batches(model, texts, prepend_bos=prepend_bos):
+    for part in tracked(ip.batches(model, texts, prepend_bos=prepend_bos), progress):
         wanted = torch.stack([_wanted(kind, row) for row in part.clean])  # [example, query, key]
         total = total + _paid(model, part.clean, wanted, list(sites.values()))
         queries, forwards = queries + int((wanted != 0).any(-1).sum()), forwards + 1

@@ -21,6 +21,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.gradient_attribution import folded, must_have_gradient, sites_by_layer
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 from interpose.results.table import number
 
 _CLOSE = 0.01
@@ -84,6 +85,7 @@ def integrated_gradients(
     max_rows: int | None = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> IntegratedGradients:
     """What a metric owes to each token, or to each place of a site, so that all together add up.
 
@@ -110,6 +112,7 @@ def integrated_gradients(
         max_rows: how many rows run together, at most; by default 64.
         batch_size: how many examples are read together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if method not in ("gauss", "midpoint"):
         raise ValueError(f"method is 'gauss' or 'midpoint'; got {method!r}.")
@@ -132,7 +135,7 @@ def integrated_gradients(
         for batch in batches
     ]
     parts, taken = [], [0] * len(sites)
-    for paths in found:
+    for paths in tracked(found, progress, size=lambda paths: len(paths.batch)):
         made = [paths.until(name, steps, max_steps) for name in sites]
         taken = [max(pair) for pair in zip(taken, (count for _, count in made))]
         rows = [folded(value, axes, words) for (value, _), axes in zip(made, sites.values())]

@@ -21,6 +21,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.layers import chosen_layers
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 from interpose.render.labelled import Labelled
 from interpose.render.words import WordGrid
 
@@ -123,6 +124,7 @@ def logit_lens(
     through: Callable[[Tensor, int], Tensor] | None = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> LogitLens:
     """What the model would say after each layer: tokens, probabilities, and how far that is from its own answer.
 
@@ -146,6 +148,7 @@ def logit_lens(
         through: a function of a stream [example, pos, d_model] and its layer; what it returns is read instead.
         batch_size: how many texts run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if top < 1:
         raise ValueError(f"top is how many tokens are kept, at least 1; got {top}.")
@@ -154,7 +157,7 @@ def logit_lens(
     where, places = _positions(found, pos)
     rows: dict[int, dict[str, Tensor]] = {}
     streams: dict[int, Tensor] = {}
-    for batch, some in zip(found, places):
+    for batch, some in zip(tracked(found, progress), places):
         streams, logits = _streams(model, batch, site, layer, some, whole=few is None)
         if through is not None:
             streams = {layer: through(stream, layer) for layer, stream in streams.items()}

@@ -21,6 +21,7 @@ from torch import Tensor
 import interpose as ip
 from interpose.methods.batches import rows_of
 from interpose.models.selection import entries
+from interpose.progress import Progress, ShowProgress, count
 from interpose.render import colours
 from interpose.render.html import Markup, html_table
 from interpose.render.labelled import printable
@@ -155,7 +156,7 @@ def max_activating(
     skip_first: bool = False,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
-    progress: bool = True,
+    progress: ShowProgress = True,
 ) -> MaxActivating:
     """For each unit of a site, the tokens of a dataset at which it is largest, with the text around them.
 
@@ -179,7 +180,7 @@ def max_activating(
         skip_first: leave out the first token of each text (BOS, on which many units are far off).
         batch_size: how many texts run together.
         prepend_bos: as in ``to_tokens``, for texts.
-        progress: show a bar, where there is a terminal or a notebook.
+        progress: as in `ip.sweep`.
     """
     if sign not in (1, -1) or k < 1 or context < 0:
         raise ValueError(
@@ -223,17 +224,16 @@ def max_activating(
     )
 
 
-def _chunks(model: Any, texts: Any, size: int, progress: bool) -> Iterator[list[Any]]:
+def _chunks(model: Any, texts: Any, size: int, progress: ShowProgress) -> Iterator[list[Any]]:
     """Texts, a part at a time."""
-    from tqdm.auto import tqdm
-
     every: Iterable[Any] = [texts] if isinstance(texts, str) else texts
     if isinstance(texts, (Mapping, Tensor)) or _is_one_row(texts):
         every = rows_of(model, texts)
-    with tqdm(every, desc="texts", disable=None if progress else True) as bar:
-        stream = iter(bar)
+    stream = iter(every)
+    with Progress(progress, count(every), "text") as bar:
         while chunk := list(islice(stream, size)):
             yield chunk
+            bar.step(len(chunk))
 
 
 def _is_one_row(texts: Any) -> bool:

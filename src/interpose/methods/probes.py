@@ -27,6 +27,7 @@ import interpose as ip
 from interpose.methods.layers import sites_in
 from interpose.methods.linear_fits import Affine, Data, Task, fitted, measures, predicted
 from interpose.models.selection import Some
+from interpose.progress import ShowProgress, tracked
 
 _KINDS = ("ridge", "logistic", "difference_of_means")
 _FORMAT = "interpose.probe"
@@ -169,6 +170,7 @@ def probe(
     seed: int = 0,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> ProbeScores:
     """How well a label of each text can be read at each layer, on held-out texts, and the fitted probes.
 
@@ -198,6 +200,7 @@ def probe(
         seed: of folds and control labels.
         batch_size: how many texts run together.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if kind not in _KINDS:
         raise ValueError(f"kind is {', '.join(map(repr, _KINDS))}; got {kind!r}.")
@@ -216,7 +219,7 @@ def probe(
         tasks.append(_task(_dealt(target, kinds, drawn), classes, None, folds, drawn))
 
     def read() -> Iterable[tuple[Tensor, Tensor]]:
-        for batch in batches:
+        for batch in tracked(batches, progress):
             numbers = torch.tensor(batch.numbers, device="cpu")
             yield numbers, _features(model, batch, site, layers, pos, head)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.progress import ShowProgress, tracked
 
 if TYPE_CHECKING:
     from interpose.methods.logit_lens import LogitLens
@@ -68,7 +68,7 @@ class TunedLens:
         batch_size: int = 16,
         seed: int = 0,
         prepend_bos: bool | None = None,
-        progress: Callable[[int, float], None] | None = None,
+        progress: ShowProgress = True,
     ) -> TunedLens:
         """Train the maps, all layers at once; the model is not changed.
 
@@ -80,7 +80,7 @@ class TunedLens:
             batch_size: how many texts are in a batch, at most; those of one batch have one length.
             seed: of the order of the batches.
             prepend_bos: as in ``to_tokens``, for texts.
-            progress: called after each step with its number and the mean divergence.
+            progress: as in `ip.sweep`.
         """
         if steps < 1:
             raise ValueError(f"steps is how many batches are trained on, at least 1; got {steps}.")
@@ -98,14 +98,12 @@ class TunedLens:
         optimizer = torch.optim.Adam(maps, lr=learning_rate)
         draw = torch.Generator().manual_seed(seed)
         history = []
-        for step in range(steps):
+        for step in tracked(range(steps), progress, "step", lambda _: 1):
             batch = found[int(torch.randint(len(found), (), generator=draw))]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 - step / steps)
             history.append(_gradients(model, batch.clean, maps))
             optimizer.step()
-            if progress is not None:
-                progress(step, float(history[-1].mean()))
         return TunedLens(
             matrices=maps[0].detach(),
             offsets=maps[1].detach(),

@@ -13,6 +13,7 @@ from interpose.engine.hooks import Hook
 from interpose.engine.model import Model
 from interpose.models.running import masks
 from interpose.models.running.rows import as_arguments
+from interpose.progress import Progress, ShowProgress, count
 from interpose.sweeps import prompts
 
 Forward = Callable[[Model, Any], Any]
@@ -25,7 +26,7 @@ def run_batches(
     hooks: Iterable[Hook],
     *,
     forward: Forward | None = None,
-    progress: bool = True,
+    progress: ShowProgress = True,
 ) -> None:
     """Run every batch with hooks live; each module is put back in the mode it was in.
 
@@ -36,14 +37,18 @@ def run_batches(
             tokens, or what a tokenizer returns, by themselves.
         hooks: what is live meanwhile.
         forward: how to run a batch instead.
-        progress: show a bar, where there is a terminal or a notebook.
+        progress: as in `ip.sweep`.
     """
-    from tqdm.auto import tqdm
-
-    batches = tqdm(_batches(model, loader), desc="batches", disable=None if progress else True)
-    with torch.no_grad(), _evaluating(model), model.hooks(list(hooks)):
+    batches = _batches(model, loader)
+    with (
+        torch.no_grad(),
+        _evaluating(model),
+        model.hooks(list(hooks)),
+        Progress(progress, count(batches), "batch") as bar,
+    ):
         for batch in batches:
             (forward or _forward)(model, batch)
+            bar.step()
 
 
 def _batches(model: Model, loader: Iterable[Any]) -> Iterable[Any]:

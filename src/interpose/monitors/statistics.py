@@ -21,6 +21,7 @@ from interpose.errors import SiteNotFound
 from interpose.models.loading import as_model
 from interpose.models.running.masks import mask_at
 from interpose.monitors.dataset import Forward, run_batches
+from interpose.progress import ShowProgress
 from interpose.results.table import TableResult, number
 from interpose.sites.tree import Filter
 
@@ -247,7 +248,7 @@ def activation_statistics(
     site: Filter = None,
     *,
     forward: Forward | None = None,
-    progress: bool = True,
+    progress: ShowProgress = True,
     unit_axis: int | None = None,
 ) -> ActivationStatistics:
     """Statistics of every unit over a dataset, without gradients and in evaluation mode.
@@ -262,7 +263,7 @@ def activation_statistics(
             returns, by themselves.
         site: where; None for the output of every module.
         forward: how to run a batch instead: ``lambda model, batch: model(batch["image"])``.
-        progress: show a bar, where there is a terminal or a notebook.
+        progress: as in `ip.sweep`.
         unit_axis: as in `Statistics`.
     """
     statistics = Statistics(site, unit_axis=unit_axis)

@@ -15,13 +15,13 @@ from interpose.edits.edit import Edit
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.selection import Some
+from interpose.progress import Progress, ShowProgress
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.execution import PLANS, Task, run
 from interpose.sweeps.metrics import Metric, as_metric, label
 from interpose.sweeps.places import Places
 from interpose.sweeps.planning import Sizes, Tally
-from interpose.sweeps.progress import Progress
 from interpose.sweeps.prompts import Batch, batches
 from interpose.sweeps.proof import others_listen, prove, tower_of
 from interpose.sweeps.result import SweepResult
@@ -47,7 +47,7 @@ def sweep(
     prepend_bos: bool | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
-    progress: bool | Callable[[int, int], Any] = True,
+    progress: ShowProgress = True,
 ) -> SweepResult:
     """Change a model at one place after another, and measure each time.
 
@@ -151,9 +151,7 @@ class _Sweep:
 
     # Runs.
 
-    def run(
-        self, parts: Sequence[Batch], progress: bool | Callable[[int, int], Any], *, several: bool
-    ) -> SweepResult:
+    def run(self, parts: Sequence[Batch], progress: ShowProgress, *, several: bool) -> SweepResult:
         """Run all batches of examples."""
         tower = self._tower()
         lengths = sorted({part.length for part in parts})

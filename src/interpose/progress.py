@@ -1,0 +1,81 @@
+"""How far a long job is: a bar, or a function that may end it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, Self, TypeVar
+
+from interpose.errors import Cancelled
+
+ShowProgress = bool | Callable[[int, int | None], Any]
+"""True for a bar, False for nothing, or a function of what is done and of the whole, None where that is not known."""
+Item = TypeVar("Item")
+
+
+class Progress:
+    """A ``with`` block around a job that says how far it is.
+
+    Args:
+        how: True for a bar (where there is a terminal or a notebook), False for nothing, or a function of what is done
+            and of the whole; it ends the job by returning False.
+        total: the whole, None where that is not known.
+        unit: what is counted, one of it.
+    """
+
+    def __init__(self, how: ShowProgress, total: int | None, unit: str = "row") -> None:
+        self.how = how
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if self.how is True and has_screen():
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=self.total, unit=self.unit, leave=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def step(self, count: int = 1) -> None:
+        """Some more is done."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+        elif callable(self.how) and self.how(self.done, self.total) is False:
+            whole = "" if self.total is None else f" of {self.total}"
+            raise Cancelled(f"ended after {self.unit} {self.done}{whole}.")
+
+
+def has_screen() -> bool:
+    """Whether a bar would be seen: in a terminal, or in a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def count(items: Iterable[Any]) -> int | None:
+    """How many there are, where that is known beforehand."""
+    return len(items) if isinstance(items, Sized) else None
+
+
+def tracked(
+    items: Sequence[Item],
+    how: ShowProgress,
+    unit: str = "text",
+    size: Callable[[Item], int] = len,  # type: ignore[assignment]
+) -> Iterator[Item]:
+    """Items one by one, telling after each how far the job is.
+
+    Args:
+        items: batches, usually.
+        how: as in `Progress`.
+        unit: what is counted.
+        size: how many of it an item has.
+    """
+    with Progress(how, sum(map(size, items)), unit) as progress:
+        for item in items:
+            yield item
+            progress.step(size(item))
