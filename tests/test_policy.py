@@ -227,14 +227,6 @@ NOT_YET = {
     ("Model.kept_of", "text"),
     ("NaNGuard.must_fire", "direction"),
     ("TransformerModel.kept_of", "text"),
-    ("ablation", "heads"),
-    ("ablation", "layers"),
-    ("ablation", "neurons"),
-    ("ablation", "positions"),
-    ("activation_patching", "direction"),
-    ("activation_patching", "heads"),
-    ("activation_patching", "layers"),
-    ("activation_patching", "positions"),
     ("attention_knockout", "heads"),
     ("attention_knockout", "layers"),
     ("attention_knockout", "text"),
@@ -244,11 +236,6 @@ NOT_YET = {
     ("direct_logit_attribution", "layers"),
     ("direct_logit_attribution", "text"),
     ("patchscope", "target"),
-    ("sweep", "direction"),
-    ("sweep", "heads"),
-    ("sweep", "layers"),
-    ("sweep", "neurons"),
-    ("sweep", "positions"),
 }
 """Arguments that still have another name; nothing is added here."""
 

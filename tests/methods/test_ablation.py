@@ -138,7 +138,7 @@ def test_draws_follow_the_seed_and_leave_the_random_state_alone() -> None:
     model, given = build("gpt2"), tokens(6)
 
     def draw(seed: int) -> Any:
-        options = {"metric": METRIC, "by": "resample", "seed": seed, "layers": [0], "heads": [0]}
+        options = {"metric": METRIC, "by": "resample", "seed": seed, "layer": [0], "head": [0]}
         return ip.ablation(model, given, **options).protocol["draw"]
 
     before = torch.get_rng_state()
@@ -157,8 +157,8 @@ def test_neurons_and_positions_are_axes_too() -> None:
         metric=METRIC,
         site="post",
         over=("layer", "neuron", "pos"),
-        neurons=neurons,
-        positions=positions,
+        neuron=neurons,
+        pos=positions,
     )
     cells = [
         Cell(Spot(block.get_submodule("mlp.c_proj")), (slice(None), pos, neuron))

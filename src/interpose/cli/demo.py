@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 from interpose.edits.basic import fill, zero
 from interpose.models.loading import load
 from interpose.models.transformer import TransformerModel
+from interpose.render import escape
 from interpose.render.grid import Grid
 from interpose.render.html import bar, html_table, page, write
+from interpose.render.labels import token_label
 from interpose.render.text import table
 
 CLEAN = "The Eiffel Tower is in"
@@ -203,16 +204,17 @@ def as_page(story: Story) -> str:
         f'<div style="display:flex;flex-wrap:wrap;gap:48px">{answers}</div>',
         _section(
             "Which layers and positions carry the answer",
-            f"The model runs on <i>{escape(story.corrupt)}</i>. Before one block and at one position the residual "
-            f"stream of the run on <i>{escape(story.clean)}</i> is put in its place. The cell says how much of the "
-            f"lead of {escape(repr(story.answer))} over {escape(repr(story.other))} that brings back: 1 is all of it.",
+            f"The model runs on <i>{escape.html(story.corrupt)}</i>. Before one block and at one position the "
+            f"residual stream of the run on <i>{escape.html(story.clean)}</i> is put in its place. The cell says how "
+            f"much of the lead of {escape.html(token_label(story.answer))} over "
+            f"{escape.html(token_label(story.other))} that brings back: 1 is all of it.",
             traced.html(),
-            f"<p>{escape(story.where())}</p>",
+            f"<p>{escape.html(story.where())}</p>",
         ),
         _section(
             "Which heads the answer needs",
-            f"Each head is switched off once in the run on <i>{escape(story.clean)}</i>; the cell says how much of "
-            f"the lead of {story.lead:.2f} is lost. Red: the head helps; blue: it holds the answer back. What other "
+            f"Each head is switched off once in the run on <i>{escape.html(story.clean)}</i>; the cell says how much "
+            f"of the lead of {story.lead:.2f} is lost. Red: the head helps; blue: it holds the answer back. What other "
             "heads make up for does not show here.",
             heads.html(),
             "<p>The five that cost most:</p>",
@@ -221,7 +223,7 @@ def as_page(story: Story) -> str:
         _section(
             "The same in your own code",
             "",
-            f'<pre style="overflow-x:auto">{escape(story.script())}</pre>',
+            f'<pre style="overflow-x:auto">{escape.html(story.script())}</pre>',
         ),
     )
 
@@ -241,7 +243,7 @@ for prompt, hooks in ((clean, []), (corrupt, []), (corrupt, [patch]), (clean, [w
 
 
 def _section(title: str, text: str, *parts: str) -> str:
-    return f"<h2>{escape(title)}</h2><p class=note>{text}</p>" + "".join(parts)
+    return f"<h2>{escape.html(title)}</h2><p class=note>{text}</p>" + "".join(parts)
 
 
 def demo(

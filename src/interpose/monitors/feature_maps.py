@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from interpose.engine.model import Model
 from interpose.errors import SiteNotFound
 from interpose.files.writing import write_whole
 from interpose.models.loading import as_model
-from interpose.render import colours, png
+from interpose.render import colours, escape, png
 from interpose.render.html import Markup, image, page, write
 from interpose.sites.tree import Filter
 
@@ -87,7 +86,7 @@ class FeatureMaps:
                 alt=f"feature maps of {grid.site}",
             )
             channels = "1 channel" if count == 1 else f"{count} channels"
-            caption = f"<b>{escape(grid.site)}</b>: {channels} of {height} x {width}"
+            caption = f"<b>{escape.html(grid.site)}</b>: {channels} of {height} x {width}"
             parts.append(f"<div><p>{caption}</p>{picture}</div>")
         return Markup("".join(parts))
 

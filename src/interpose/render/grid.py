@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from interpose.render import colours
+from interpose.render import colours, escape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +40,22 @@ class Grid:
         """A table that needs no script."""
         head = "".join(map(self._column, self.columns))
         body = "".join(
-            f'<tr><th style="{_HEAD}">{escape(name)}</th>'
+            f'<tr><th style="{_HEAD}">{escape.html(name)}</th>'
             f"{''.join(self._cell(value, row, column) for column, value in enumerate(line))}</tr>"
             for row, (name, line) in enumerate(zip(self.rows, self.values))
         )
         return (
             f'<div style="overflow-x:auto"><table style="border-collapse:collapse"><thead><tr>'
-            f'<th style="{_HEAD};vertical-align:bottom">{escape(self.corner)}'
+            f'<th style="{_HEAD};vertical-align:bottom">{escape.html(self.corner)}'
             f"</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
     def _column(self, name: str) -> str:
         if not self.upright:
-            return f'<th style="{_HEAD}">{escape(name)}</th>'
+            return f'<th style="{_HEAD}">{escape.html(name)}</th>'
         return (
-            f'<th title="{escape(name)}" style="{_HEAD};padding:4px 0;vertical-align:bottom">'
-            f'<div style="{_UPRIGHT}">{escape(name)}</div></th>'
+            f'<th title="{escape.html(name)}" style="{_HEAD};padding:4px 0;vertical-align:bottom">'
+            f'<div style="{_UPRIGHT}">{escape.html(name)}</div></th>'
         )
 
     def _cell(self, value: float, row: int, column: int) -> str:
@@ -69,7 +68,7 @@ class Grid:
             return f'<td style="{_CELL}{size};{style}">{self.number(value)}</td>'
         hint = f"{self.rows[row]}, {self.columns[column]}: {self.number(value)}"
         hint += ", within the noise floor" if self.is_faint(row, column) else ""
-        return f'<td title="{escape(hint)}" style="{_DOT};{style}"></td>'
+        return f'<td title="{escape.html(hint)}" style="{_DOT};{style}"></td>'
 
     def number(self, value: float) -> str:
         """A number as a cell shows it."""
@@ -82,15 +81,14 @@ class Grid:
 
     def text(self, *, coloured: bool) -> str:
         """Aligned columns for a terminal, with its 24-bit colours or plain."""
-        first = max(map(len, (self.corner, *self.rows)))
+        corner, *rows = map(escape.terminal, (self.corner, *self.rows))
+        columns = [escape.terminal(name) for name in self.columns]
+        first = max(map(len, (corner, *rows)))
         least = self.digits + (4 if self.faint is None else 5)
-        widths = [max(len(name), least) + 1 for name in self.columns]
-        lines = [
-            self.corner.rjust(first)
-            + " "
-            + "".join(name.rjust(width) for name, width in zip(self.columns, widths))
-        ]
-        for number, (name, row) in enumerate(zip(self.rows, self.values)):
+        widths = [max(len(name), least) + 1 for name in columns]
+        names = (name.rjust(width) for name, width in zip(columns, widths))
+        lines = [f"{corner.rjust(first)} {''.join(names)}"]
+        for number, (name, row) in enumerate(zip(rows, self.values)):
             cells = (
                 self._coded(value, width, coloured, self.is_faint(number, column))
                 for column, (value, width) in enumerate(zip(row, widths))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from interpose.files.writing import write_whole
+from interpose.render import escape
 
 _CELL = "padding:2px 10px 2px 0;text-align:left;font-variant-numeric:tabular-nums"
 
@@ -25,14 +25,16 @@ def bar(share: float, text: str = "", *, colour: str = "#4c78a8", width: int = 1
         f"display:inline-block;height:0.8em;width:{filled}px;background:{colour};border-radius:2px"
     )
     gap = ";margin-right:6px" if text else ""
-    return Markup(f'<span style="{block}{gap}"></span>{escape(text)}')
+    return Markup(f'<span style="{block}{gap}"></span>{escape.html(text)}')
 
 
 def image(png: bytes, *, width: int, alt: str = "") -> Markup:
     """A picture inside the page itself, shown ``width`` pixels wide with sharp edges."""
     data = b64encode(png).decode("ascii")
     style = f"image-rendering:pixelated;width:{width}px;max-width:100%"
-    return Markup(f'<img src="data:image/png;base64,{data}" alt="{escape(alt)}" style="{style}">')
+    return Markup(
+        f'<img src="data:image/png;base64,{data}" alt="{escape.html(alt)}" style="{style}">'
+    )
 
 
 def html_table(
@@ -43,14 +45,14 @@ def html_table(
         "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in row) + "</tr>"
         for row in rows[:most]
     )
-    heads = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
+    heads = "".join(f'<th style="{_CELL}">{escape.html(name)}</th>' for name in head)
     more = f"<p>... {len(rows) - most} more</p>" if len(rows) > most else ""
-    caption = f"<p><b>{escape(title)}</b></p>" if title else ""
+    caption = f"<p><b>{escape.html(title)}</b></p>" if title else ""
     return f"<div>{caption}<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>{more}</div>"
 
 
 def _safe(cell: str) -> str:
-    return cell if isinstance(cell, Markup) else escape(cell)
+    return cell if isinstance(cell, Markup) else escape.html(cell)
 
 
 def page(title: str, *sections: str) -> str:
@@ -63,8 +65,8 @@ def page(title: str, *sections: str) -> str:
         "code{background:#f3f4f6;padding:1px 4px;border-radius:3px}p.note{color:#57606a}"
     )
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{style}</style></head><body><h1>{escape(title)}</h1>{''.join(sections)}</body></html>"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape.html(title)}</title>'
+        f"<style>{style}</style></head><body><h1>{escape.html(title)}</h1>{''.join(sections)}</body></html>"
     )
 
 

@@ -7,19 +7,18 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from torch import Tensor
 
-from interpose.render import colours
+from interpose.render import colours, escape
 from interpose.render.grid import Grid
 from interpose.render.html import Markup, bar, html_table
+from interpose.render.labels import cut
 
 _WIDE = 132  # what a grid in a terminal may take
 _PLAIN, _NUMBERED, _ACROSS = 10, 20, 38  # columns: level labels; with numbers; beside each other
 _MOST_GRIDS = 48
 GREY = "grey: within the noise floor"
-LONGEST = 14  # letters of a token that are shown in a terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,8 @@ class Labelled:
         if len(self.labels) > 2 or not self.values.numel():
             return None
         ((_, grid),) = self.grids()
-        columns = [_cut(name) if len(self.labels) > 1 else name for name in grid.columns]
-        short = dataclasses.replace(grid, rows=[_cut(name) for name in grid.rows], columns=columns)
+        columns = [cut(name) if len(self.labels) > 1 else name for name in grid.columns]
+        short = dataclasses.replace(grid, rows=[cut(name) for name in grid.rows], columns=columns)
         lines = short.text(coloured=False).splitlines()
         return "\n".join(lines) if len(lines) <= high and len(lines[0]) <= _WIDE else None
 
@@ -71,7 +70,7 @@ class Labelled:
         parts = [self._legend()]
         grids = list(itertools.islice(self.grids(), _MOST_GRIDS + 1))
         for heading, grid in grids[:_MOST_GRIDS]:
-            caption = f"<p><b>{escape(heading)}</b></p>" if heading else ""
+            caption = f"<p><b>{escape.html(heading)}</b></p>" if heading else ""
             parts.append(f"{caption}{''.join(part.html() for part in _across(grid))}")
         if len(grids) > _MOST_GRIDS:
             parts.append(f"<p>... and more: the first {_MOST_GRIDS} are shown.</p>")
@@ -136,15 +135,6 @@ class Labelled:
         limit = f"{self.most:.{self.digits}f}"
         least = f"-{limit}" if low else "0"
         return f'<p class="note">{least}<span style="{strip}"></span>{limit}{faint}</p>'
-
-
-def printable(token: str) -> str:
-    """A token with line ends and the like written out."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in token) or "''"
-
-
-def _cut(label: str) -> str:
-    return f"{label[: LONGEST - 1]}…" if len(label) > LONGEST else label
 
 
 def _across(grid: Grid) -> Iterator[Grid]:

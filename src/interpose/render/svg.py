@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from html import escape
 
-from interpose.render import colours
+from interpose.render import colours, escape
 from interpose.render.grid import Grid
 from interpose.render.labelled import GREY, Labelled
 
@@ -108,7 +107,7 @@ def _text(
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra} xml:space="preserve">'
-        f"{escape(text)}</text>"
+        f"{escape.svg(text)}</text>"
     )
 
 
