@@ -1,7 +1,7 @@
-"""The colours of everything that is drawn: three scales, each for light and for dark pages, that colour-blind people can tell.
+"""The colours of all that is drawn: three scales, for light and for dark pages, that colour-blind people can tell.
 
 `diverging` is for effects, which go both ways around zero; `positive` for amounts that begin at zero, such as
-probabilities; `sequential` for pictures, where lowest and highest are both of interest. What cannot be told, NaN, is grey.
+probabilities; `sequential` for pictures, where lowest and highest are both of interest. NaN is grey.
 """
 
 from __future__ import annotations

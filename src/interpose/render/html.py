@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 
+from interpose.files.writing import write_whole
 from interpose.render import colours, escape
 
 NUMBERS = "font-variant-numeric:tabular-nums"
@@ -74,14 +75,14 @@ def legend(
     note: str = "",
 ) -> str:
     """What colours mean: a strip of them from ``low`` to ``limit``, the numbers at its ends, the unit, and a note."""
-    strip = f"display:inline-block;width:120px;height:0.8em;margin:0 6px;border:1px solid {colours.EDGE}"
-    ends = [f"{end:.{digits}f}" if end else "0" for end in (low, limit)]
-    said = "".join(f"; {escape.html(part)}" for part in (note,) if part)
-    named = f" {escape.html(unit)}" if unit else ""
+    strip = f"display:inline-block;width:120px;height:0.8em;border:1px solid {colours.EDGE}"
+    least, most = (f"{end:.{digits}f}" if end else "0" for end in (low, limit))
+    said = f"{most} {escape.html(unit)}".rstrip() + (f"; {escape.html(note)}" if note else "")
     painted = scale.strip(low / limit if limit else 0.0)
     return (
-        f'<p class="note" style="{colours.QUIET}">{ends[0]}'
-        f'<span role="img" aria-label="to" style="{strip};{painted}"></span>{ends[1]}{named}{said}</p>'
+        f'<p><span style="{colours.QUIET}">{least}</span> '
+        f'<span role="img" aria-label="to" style="{strip};{painted}"></span> '
+        f'<span style="{colours.QUIET}">{said}</span></p>'
     )
 
 
@@ -97,7 +98,7 @@ def _safe(cell: str) -> str:
 
 
 def page(title: str, *sections: str) -> str:
-    """A whole document around parts that are HTML already: light or dark as the reader has it, and as wide as a phone."""
+    """A whole document around parts that are HTML already: light or dark as its reader has it, also on a phone."""
     style, script = (
         (Path(__file__).with_name(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js")
     )
@@ -113,7 +114,5 @@ def page(title: str, *sections: str) -> str:
 
 
 def write(path: str | Path, text: str) -> Path:
-    """Write a page and return where it is."""
-    path = Path(path)
-    path.write_text(text, encoding="utf-8")
-    return path
+    """Write a page, whole or not at all, and return where it is."""
+    return write_whole(path, text)

@@ -66,7 +66,8 @@ class WordGrid:
         corner = escape.html(self.corner)
         return scrolled(
             f'<table class="ip-grid" data-corner="{corner}" style="border-collapse:collapse;margin-bottom:1em">'
-            f'<thead><tr><td style="{QUIET_HEAD}">{corner}</td>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+            f'<thead><tr><td style="{QUIET_HEAD}">{corner}</td>{heads}</tr></thead>'
+            f"<tbody>{''.join(rows)}</tbody></table>"
         )
 
 

@@ -108,7 +108,7 @@ def view(result: SweepResult, number: int = 0, *, terminal: bool = False) -> tup
         way = float((result.clean[number] - result.corrupt[number]).mean().abs())
         if way > max(floor, 1e-6):
             values, what = one(result.normalised), "share"
-            other = "clean" if result.direction == "denoise" else "corrupt"
+            other = "clean" if result.patch == "clean" else "corrupt"
             meaning = f"how much of the way to the {other} run each place goes (1 is all of it)"
             most = float(values.nan_to_num(0, 0, 0).abs().max())
             limit = max(1.0, most) if most > _FAINT else most or 1.0
