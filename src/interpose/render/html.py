@@ -6,6 +6,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 
+from interpose.files.writing import write_whole
 from interpose.render import escape
 
 _CELL = "padding:2px 10px 2px 0;text-align:left;font-variant-numeric:tabular-nums"
@@ -70,7 +71,5 @@ def page(title: str, *sections: str) -> str:
 
 
 def write(path: str | Path, text: str) -> Path:
-    """Write a page and return where it is."""
-    path = Path(path)
-    path.write_text(text, encoding="utf-8")
-    return path
+    """Write a page, whole or not at all, and return where it is."""
+    return write_whole(path, text)
