@@ -54,7 +54,7 @@ class Experiment:
         clean: texts for a sweep.
         corrupt: the texts it compares them with, if any.
         edits: all in force at once, also in every run of a sweep (which then runs cell by cell).
-        sweep: what `ip.sweep` takes besides, as a dictionary: ``site``, ``over``, ``direction``, ``layers``, ...; and
+        sweep: what `ip.sweep` takes besides, as a dictionary: ``site``, ``over``, ``patch``, ``layer``, ...; and
             ``edit``, an edit that is made at each place instead of patching (its sites are the sweep's).
         prepend_bos: as in ``to_tokens``.
         dtype: of the weights, such as ``bfloat16``; by default as they were saved.
@@ -252,11 +252,11 @@ _WORDS = (
     "site",
     "over",
     "edit",
-    "direction",
-    "layers",
-    "heads",
-    "neurons",
-    "positions",
+    "patch",
+    "layer",
+    "head",
+    "neuron",
+    "pos",
     "plan",
     "align",
     "batch_size",
@@ -270,8 +270,10 @@ def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(found) - set(_WORDS))
     if unknown:
         raise ValueError(f"a sweep has {', '.join(_WORDS)}; {unknown[0]!r} is none of them.")
-    for name in ("site", "over", "layers", "heads", "neurons", "positions"):
+    for name in ("site", "over", "layer", "head", "neuron", "pos"):
         value = found.get(name)
+        if isinstance(value, int):
+            value = [value]
         if value is not None and not isinstance(value, str):
             found[name] = [one if isinstance(one, str) else int(one) for one in value]
     edit = found.get("edit")
@@ -291,7 +293,7 @@ def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise ValueError(
             f"{edit!r} says which {twice[0]}, and the sweep goes over {twice[0]!r}: choose with "
-            f"{ {'head': 'heads', 'neuron': 'neurons', 'pos': 'positions'}[twice[0]] }=[...], or leave it out of over."
+            f"{twice[0]}=[...] of the sweep, or leave it out of over."
         )
     if edit.layer is not None or found.setdefault("site", site) != site:
         raise ValueError(

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from interpose.edits.edit import Edit
-from interpose.edits.files import write_whole
 from interpose.experiments.tensors import expressions, raw
+from interpose.files.writing import write_whole
 from interpose.sweeps.metrics import Metric
+from interpose.sweeps.result import OF_DIRECTION
 
 if TYPE_CHECKING:
     from interpose.experiments.experiment import Experiment
 
-FORMAT, VERSION = "interpose.experiment", 1
+FORMAT, VERSION = "interpose.experiment", 2
+_OLD = {"layers": "layer", "heads": "head", "neurons": "neuron", "positions": "pos"}
 _FIELDS = (
     "model",
     "dtype",
@@ -61,10 +63,13 @@ def from_data(data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> 
     words = dict(data) if isinstance(data, Mapping) else {}
     if words.pop("format", None) != FORMAT:
         raise ValueError("this is no experiment, as ip.Experiment.save writes them.")
-    if (version := words.pop("version", None)) != VERSION:
+    version = words.pop("version", None)
+    if version not in (1, VERSION):
         raise ValueError(
-            f"this experiment is of version {version!r}, and this interpose reads version {VERSION}."
+            f"this experiment is of version {version!r}, and this interpose reads versions 1 and {VERSION}."
         )
+    if version == 1 and "sweep" in words:
+        words["sweep"] = _with_new_words(words["sweep"])
     unknown, missing = sorted(set(words) - set(_FIELDS)), {"model", "metrics"} - set(words)
     if unknown:
         raise ValueError(f"an experiment has {', '.join(_FIELDS)}; {unknown[0]!r} is none of them.")
@@ -82,6 +87,14 @@ def from_data(data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> 
         edit = Edit.from_dict(words["sweep"]["edit"], tensors)
         words["sweep"] = {**words["sweep"], "edit": edit}
     return words
+
+
+def _with_new_words(sweep: Mapping[str, Any]) -> dict[str, Any]:
+    """What version 1 said of a sweep."""
+    made = {_OLD.get(name, name): value for name, value in sweep.items()}
+    if made.get("direction") in OF_DIRECTION:
+        made["patch"] = OF_DIRECTION[made.pop("direction")]
+    return made
 
 
 def digest(experiment: Experiment) -> str:
