@@ -129,7 +129,7 @@ class LensHooks(TransformerModel):
         """The hooks that are on the model, by the canonical names of their sites."""
         wanted = None
         if name_filter is not None:
-            chosen = self._ranging(name_filter, lambda name: True)
+            chosen = self._ranging(name_filter, lambda _: True)
             wanted = {site.canonical for site, _ in self.tree.select(chosen)}
         found: dict[str, list[Handle]] = {}
         for handle in self._handles:

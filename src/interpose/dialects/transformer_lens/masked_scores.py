@@ -18,7 +18,7 @@ def shown(scores: Tensor) -> Tensor:
 
 
 def showing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that sees masked scores as minus infinity. What it leaves at that stays a number, so that no row is NaN."""
+    """A hook that sees masked scores as minus infinity. What it leaves so stays a number: no row becomes NaN."""
 
     @functools.wraps(function)
     def with_infinities(value: Tensor, hook: HookPoint) -> Any:
