@@ -17,7 +17,7 @@ from interpose.dialects.transformer_lens.utilities.tensors import get_attention_
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import known
 from interpose.models.running import masks, padding
-from interpose.models.running.text import is_text
+from interpose.models.running.text import encodes, is_text, raise_empty, texts_in
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.transformer import TransformerModel
 from interpose.taps.context import current
@@ -73,10 +73,11 @@ class LensText(FromScratch):
         """
         if not self._reads_forwards:
             return super().prepare(input, prepend_bos, padding_side, truncate)
-        if is_text(input):
-            input = [input] if isinstance(input, str) else list(input)
-            rows = self._encode(input, prepend_bos, truncate)
-            self._must_not_be_empty(input, rows)
+        texts = texts_in(input)
+        if texts is not None:
+            rows = self._encode(texts, prepend_bos, truncate)
+            if not all(rows):
+                raise_empty(texts, rows)
             input = self._as_batch(rows, padding_side)[0]
         tokens = self._tokens(input)
         mask = self._mask_of(tokens, padding_side, prepend_bos)
@@ -97,9 +98,7 @@ class LensText(FromScratch):
     def _reads_forwards(self) -> bool:
         """Whether no token sees a later one."""
         root: Any = self.root
-        if getattr(getattr(root, "config", None), "is_encoder_decoder", False):
-            return False
-        return bool(getattr(root, "can_generate", lambda: False)())
+        return not encodes(self) and bool(getattr(root, "can_generate", lambda: False)())
 
     def mask_of(self, tokens: Tensor) -> Tensor | None:
         """Which tokens are text. With padding at the left, tokens for padding at the left end are none.
