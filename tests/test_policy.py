@@ -20,6 +20,8 @@ PACKAGE = Path(ip.__file__).parent
 # the others.
 LAYERS = [
     "errors",
+    "names",
+    "explain",
     "progress",
     "render",
     "results",
