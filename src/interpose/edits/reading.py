@@ -74,7 +74,7 @@ def made_of(
     positional = [read.pop(o.name) for o in options if o.name in read and not o.kw_only]
     named = [o.name for o in options if not o.kw_only and o.name in words]
     try:
-        return made(**dict(zip(named, positional)), **read)  # type: ignore[return-value]
+        return made(**dict(zip(named, positional)), **read)
     except (TypeError, ValueError, LookupError) as error:
         raise place.says(f"makes no {name}: {error}") from error
 
