@@ -52,13 +52,13 @@ def swept(**words: Any) -> ip.Experiment:
         "clean": CLEAN,
         "corrupt": CORRUPT,
         "metrics": LEAD,
-        "sweep": {"site": "resid_pre", "over": ("layer", "pos"), "layers": range(0, 7, 3)},
+        "sweep": {"site": "resid_pre", "over": ("layer", "pos"), "layer": range(0, 7, 3)},
     }
     return ip.Experiment(**{**usual, **words})
 
 
 def ablation() -> ip.Experiment:
-    words = {"over": ("layer", "head"), "layers": [5, 6], "edit": ip.scale("z", 0.5, pos=-1)}
+    words = {"over": ("layer", "head"), "layer": [5, 6], "edit": ip.scale("z", 0.5, pos=-1)}
     return swept(corrupt=None, sweep=words, metrics={"lead": LEAD, "kl": ip.metrics.kl()})
 
 
@@ -178,7 +178,7 @@ def test_without_edits_there_is_one_number_for_each_text(model: ip.TransformerMo
 
 def test_a_sweep_in_an_experiment_is_the_sweep(model: ip.TransformerModel) -> None:
     found = swept().run(model)
-    own = ip.sweep(model, CLEAN, CORRUPT, metric=LEAD, layers=[0, 3, 6], progress=False)
+    own = ip.sweep(model, CLEAN, CORRUPT, metric=LEAD, layer=[0, 3, 6], progress=False)
     assert isinstance(found, ip.SweepResult)
     assert torch.equal(found.each, own.each)
     halved = ablation().run(model)
@@ -266,18 +266,39 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
+def test_experiments_of_version_1_say_layers_and_direction_and_load(tmp_path: Path) -> None:
+    words = {"layer": [5], "pos": [9], "head": [1], "neuron": [0], "patch": "corrupt"}
+    over = {"site": "z", "over": ["layer", "head", "pos"]}
+    old = {"layers": [5], "positions": [9], "heads": [1], "neurons": [0], "direction": "noise"}
+    new, path = swept(sweep=over | words), tmp_path / "x.json"
+    path.write_text(json.dumps({**new.to_dict(), "version": 1, "sweep": over | old}))
+    assert ip.Experiment.load(path) == new
+    path.write_text(json.dumps({**new.to_dict(), "sweep": over | old}))
+    with pytest.raises(ValueError, match="sweep has a field 'layers', which is none of: site"):
+        ip.Experiment.load(path)
+
+
 def test_files_that_are_no_experiment_are_refused(tmp_path: Path) -> None:
     data = plain().to_dict()
     path = tmp_path / "x.json"
     for wrong, said in (
         ("nothing", "is no JSON"),
-        ("[]", "holds no experiment"),
-        ("{}", "this is no experiment"),
-        (json.dumps({**data, "version": 9}), "of version 9, and this interpose reads version 1"),
-        (json.dumps({**data, "seed": 1}), "'seed' is none of them"),
-        (json.dumps({**data, "sweep": {"ovre": 1}}), "'ovre' is none of them"),
-        (json.dumps({**data, "edits": [{"type": "zap"}]}), "no edit is called 'zap'"),
-        (json.dumps({**data, "metrics": {"type": "zap"}}), "no metric is called 'zap'"),
+        ("[]", "holds no experiment, as"),
+        ("{}", "holds no experiment, as"),
+        (
+            json.dumps({**data, "version": 9}),
+            "of version 9, and this interpose reads versions 1 and 2",
+        ),
+        (json.dumps({**data, "seed": 1}), "has a field 'seed', which is none of: model"),
+        (json.dumps({**data, "sweep": {"ovre": 1}}), "sweep has a field 'ovre', which is none of"),
+        (
+            json.dumps({**data, "edits": [{"type": "zap"}]}),
+            r"edits\[0\].type is 'zap', and no edit is called so",
+        ),
+        (
+            json.dumps({**data, "metrics": {"type": "zap"}}),
+            "metrics.type is 'zap', and no metric is called so",
+        ),
     ):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=said):
@@ -370,7 +391,7 @@ def test_the_command_line_sweeps_saves_and_runs_again(
     files = {name: str(tmp_path / f"{name}.{end}") for name, end in (("a", "html"), ("b", "json"))}
     saved = str(tmp_path / "c.json")
     asked = ["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " Mary", "--instead", " John"]
-    asked += ["--device", "cpu", "--layers", "0", "3", "6"]
+    asked += ["--device", "cpu", "--layer", "0", "3", "6"]
     wanted = ["--html", files["a"], "--json", files["b"], "--save", saved]
     assert main(["sweep", *asked, *wanted]) == 0
     out = capsys.readouterr().out

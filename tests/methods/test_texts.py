@@ -155,7 +155,7 @@ EACH: dict[str, Method] = {
     "measure the loss": lambda m, a, b: ip.measure(m, a, ip.metrics.loss()).without,
     "sweep with an edit": lambda m, a, b: sweep(m, a, None, edit=ip.zero, site="z"),
     "sweep of pairs": sweep,
-    "sweep at the last position": lambda m, a, b: sweep(m, a, b, positions=-1, align="end"),
+    "sweep at the last position": lambda m, a, b: sweep(m, a, b, pos=-1, align="end"),
 }
 """Methods with a number for each text."""
 

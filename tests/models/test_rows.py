@@ -230,7 +230,7 @@ def test_a_mask_with_holes_is_used_and_its_holes_have_positions(model: Any) -> N
     given = {"input_ids": rows, "attention_mask": holes}
     found = ip.measure(model, given, ip.metrics.logit(20)).without[0]
     ended = ip.sweep(
-        model, given, edit=ip.zero, metric=ip.metrics.logit(20), positions=-1, over="layer",
+        model, given, edit=ip.zero, metric=ip.metrics.logit(20), pos=-1, over="layer",
         align="end", progress=False,
     ).clean[0]  # fmt: skip
     for each in (found, ended):

@@ -39,7 +39,7 @@ def test_runs_may_differ_in_something_else_than_tokens() -> None:
     last = oracle.patched(model.module, corrupt, clean, cells)[..., -1, :]
     wanted = (last[..., 20] - last[..., 33]).reshape(LAYERS, len(places), 2)
     for plan in ("wavefront", "one per cell"):
-        result = sweep(model, clean, corrupt, positions=places, plan=plan)
+        result = sweep(model, clean, corrupt, pos=places, plan=plan)
         assert oracle.near(model.module, result.each[0], wanted), plan
         assert float(result.effect.abs().max()) > 1e-2
         same = result.baseline[0].expand(LAYERS, 2)
@@ -119,10 +119,8 @@ def test_a_metric_at_padding_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"logit\(20, pos=1\) looks at position 1 of 6, which is masked in text 1"
     ):
-        sweep(model, given, edit=ip.zero, metric=metric, align="end", positions=-1, over="layer")
-    alone = sweep(model, given[1], edit=ip.zero, metric=metric, positions=-1, over="layer")
+        sweep(model, given, edit=ip.zero, metric=metric, align="end", pos=-1, over="layer")
+    alone = sweep(model, given[1], edit=ip.zero, metric=metric, pos=-1, over="layer")
     shifted = ip.metrics.logit(20, pos=-2)
-    ended = sweep(
-        model, given, edit=ip.zero, metric=shifted, align="end", positions=-1, over="layer"
-    )
+    ended = sweep(model, given, edit=ip.zero, metric=shifted, align="end", pos=-1, over="layer")
     assert torch.allclose(ended.each[..., 1:], alone.each, atol=1e-4)

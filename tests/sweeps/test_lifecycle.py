@@ -146,7 +146,7 @@ def test_the_model_and_its_hook_points_are_untouched(model: TransformerModel, pl
     logits = oracle.logits(model.module, ends[0])
     given = [each.clone() for each in ends]
     for site in ("resid_pre", "z"):
-        sweep(model, *ends, site=site, plan=plan, positions=[8, 9])
+        sweep(model, *ends, site=site, plan=plan, pos=[8, 9])
     assert same_state(before, state_of(model.module))
     assert torch.equal(oracle.logits(model.module, ends[0]), logits)
     assert all(torch.equal(one, other) for one, other in zip(given, ends))
@@ -282,7 +282,7 @@ def test_a_hundred_pairs_and_the_same_numbers_again() -> None:
     assert len(some) == 100
     clean, corrupt, answers, instead = (list(column) for column in zip(*some))
     metric = ip.metrics.logit_difference(answers, instead)
-    options = {"site": "z", "over": ("layer", "head"), "heads": [0, 2], "metric": metric}
+    options = {"site": "z", "over": ("layer", "head"), "head": [0, 2], "metric": metric}
     result = sweep(model, clean, corrupt, **options)
     assert result.tally.plan == "wavefront"
     assert result.each.shape[-1] == 100
@@ -332,7 +332,7 @@ def test_two_threads_sweep_two_models() -> None:
 
 def test_two_threads_sweep_one_model() -> None:
     model = TransformerModel(oracle.build("gpt2"))
-    options: list[dict[str, Any]] = [{}, {"max_rows": 6, "direction": "noise", "site": "z"}]
+    options: list[dict[str, Any]] = [{}, {"max_rows": 6, "patch": "corrupt", "site": "z"}]
     wanted = [sweep(model, *oracle.pair(), **each).each for each in options]
     before = state_of(model.module)
     assert in_threads([model, model], wanted, options) == []

@@ -237,7 +237,7 @@ def test_places_within_the_noise_are_marked_in_tables_and_pictures() -> None:
     assert found.svg().count('fill="#eaeef2"') == count
     assert "grey: within the noise floor" in found.svg()
     assert "grey: within the noise floor" in found.html()
-    layers = sweep(short, *NAMES, site="attn_out", over="layer", metric=LEAD, positions=-1)
+    layers = sweep(short, *NAMES, site="attn_out", over="layer", metric=LEAD, pos=-1)
     few = int(layers.within_noise.sum())
     assert 0 < few < 7
     assert layers.svg().count('fill="#d0d7de"') == few

@@ -39,29 +39,29 @@ def test_what_is_no_axis_but_was_chosen_holds_at_every_place(
     model: ip.TransformerModel, plan: str
 ) -> None:
     logits = model(CORRUPT)
-    one = sweep(model, site="z", over="layer", layers=[6], heads=[0], plan=plan)
+    one = sweep(model, site="z", over="layer", layer=[6], head=[0], plan=plan)
     assert_near(one.values, patched(model, "z", layer=6, head=0), logits)
-    whole = sweep(model, site="z", over="layer", layers=[6], plan=plan)
+    whole = sweep(model, site="z", over="layer", layer=[6], plan=plan)
     assert abs(float(one.values - whole.values)) > 1
-    there = sweep(model, site="z", over=("layer", "head"), positions=9, plan=plan)
+    there = sweep(model, site="z", over=("layer", "head"), pos=9, plan=plan)
     wanted = patched(model, "z", layer=5, head=3, pos=9)
     assert_near(there.values[5, 3], wanted, logits)
     assert abs(wanted - patched(model, "z", layer=5, head=3)) > 0.05
-    before = sweep(model, site="z", over=("layer", "head"), positions=[0], plan=plan)
+    before = sweep(model, site="z", over=("layer", "head"), pos=[0], plan=plan)
     assert_near(before.effect, torch.zeros(()), logits)
-    neuron = sweep(model, site="post", over="layer", layers=-1, neurons=7, plan=plan)
+    neuron = sweep(model, site="post", over="layer", layer=-1, neuron=7, plan=plan)
     wanted = patched(model, "post", layer=6, neuron=7)
     assert_near(neuron.values, wanted, logits)
 
 
 def test_one_layer_may_be_said_in_four_ways(model: ip.TransformerModel) -> None:
-    wanted = sweep(model, site="z", over=("layer", "head"), layers=[5]).values[0]
+    wanted = sweep(model, site="z", over=("layer", "head"), layer=[5]).values[0]
     assert wanted.std() > 0.5
     for words in (
-        {"site": "z", "layers": 5},
+        {"site": "z", "layer": 5},
         {"site": ("z", 5)},
         {"site": "blocks.5.attn.hook_z"},
-        {"site": "z", "layers": slice(5, 6), "over": ("layer", "head")},
+        {"site": "z", "layer": slice(5, 6), "over": ("layer", "head")},
     ):
         found = sweep(model, **{"over": ("head",), **words})
         assert found.values.reshape(-1).equal(wanted)
@@ -72,14 +72,14 @@ def test_several_of_what_is_no_axis_are_refused_with_the_ways_out(
 ) -> None:
     for given in ([0, 1], slice(0, 2)):
         with pytest.raises(ValueError, match="the sweep does not go over 'head'") as caught:
-            sweep(model, site="z", over="layer", heads=given)
+            sweep(model, site="z", over="layer", head=given)
         assert "Add 'head' to over=('layer',), give one, or make an edit" in str(caught.value)
 
 
 def test_all_neurons_are_gone_through_unless_some_are_chosen(model: ip.TransformerModel) -> None:
-    found = sweep(model, site="post", over=("layer", "neuron"), layers=6)
+    found = sweep(model, site="post", over=("layer", "neuron"), layer=6)
     assert found.axes["neuron"] == list(range(model.cfg.d_mlp))
-    some = sweep(model, site="post", over=("layer", "neuron"), layers=6, neurons=[3, -1])
+    some = sweep(model, site="post", over=("layer", "neuron"), layer=6, neuron=[3, -1])
     assert some.axes["neuron"] == [3, 767]
     assert_near(some.values, found.values[:, [3, 767]], model(CORRUPT))
 
@@ -88,12 +88,12 @@ def test_all_neurons_are_gone_through_unless_some_are_chosen(model: ip.Transform
     ("words", "kind", "text"),
     [
         (
-            {"positions": [" John"]},
+            {"pos": [" John"]},
             TypeError,
             "positions are numbers; got ' John'; model.to_str_tok",
         ),
-        ({"layers": []}, IndexError, "layer is empty: the model has layers 0 to 6"),
-        ({"layers": 9}, IndexError, "layer 9 is not there: the model has layers 0 to 6"),
+        ({"layer": []}, IndexError, "layer is empty: the model has layers 0 to 6"),
+        ({"layer": 9}, IndexError, "layer 9 is not there: the model has layers 0 to 6"),
         ({"site": "residpre"}, ip.SiteNotFound, "did you mean 'blocks.0.hook_resid_pre'"),
         ({"site": "z", "over": ("head",)}, ip.AmbiguousSite, "say which"),
     ],
@@ -138,10 +138,10 @@ def test_long_lists_of_tokens_are_cut_in_titles() -> None:
 
 
 def test_a_result_says_what_all_its_places_have(model: ip.TransformerModel) -> None:
-    found = sweep(model, site="z", over="layer", heads=-1, positions=[9])
+    found = sweep(model, site="z", over="layer", head=-1, pos=[9])
     assert found.fixed == {"head": 5, "pos": 9}
     assert "z at head 5 at pos 9 patched, by layer (7)" in repr(found)
     assert ip.SweepResult.from_dict(found.to_dict()).fixed == found.fixed
     assert sweep(model).fixed == {}
-    ablated = ip.ablation(model, CLEAN, metric=LEAD, positions=-1)
+    ablated = ip.ablation(model, CLEAN, metric=LEAD, pos=-1)
     assert ablated.protocol["pos"] == 13

@@ -40,7 +40,7 @@ def counted(model: TransformerModel, name: str) -> Iterator[list[list[tuple[int,
 
             norm.forward = see  # no hook: with hooks of others on it, a model runs cell by cell
             stack.callback(delattr, norm, "forward")
-        ip.sweep(model, *oracle.pair(), over="layer", layers=[0], metric=METRIC, progress=False)
+        ip.sweep(model, *oracle.pair(), over="layer", layer=[0], metric=METRIC, progress=False)
         for calls in found:
             calls.clear()
         yield found
@@ -59,13 +59,13 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "positions": {},
     "few rows": {"max_rows": 5},
     "one row": {"max_rows": 1},
-    "late positions": {"positions": [-1, -3], "max_rows": 4},
-    "late layers": {"layers": [2, 3]},
+    "late positions": {"pos": [-1, -3], "max_rows": 4},
+    "late layers": {"layer": [2, 3]},
     "heads": {"site": "z", "over": ("layer", "head")},
-    "noise": {"direction": "noise"},
-    "zeros": {"edit": ip.zero, "positions": [4, 11]},
+    "corrupt": {"patch": "corrupt"},
+    "zeros": {"edit": ip.zero, "pos": [4, 11]},
     "batches": {"plan": "batches", "max_rows": 7},
-    "one per cell": {"plan": "one per cell", "positions": [3, 9]},
+    "one per cell": {"plan": "one per cell", "pos": [3, 9]},
     "all logits": {"metric": ip.metrics.loss()},
     "two batches": {"batch_size": 2},
     "outside of blocks": {"site": ["hook_embed", "blocks.1.hook_resid_pre"], "over": "site"},
@@ -155,7 +155,7 @@ def test_no_more_rows_than_allowed(max_rows: int) -> None:
 def test_layers_before_a_pass_are_not_computed() -> None:
     model, (clean, corrupt) = build("gpt2"), oracle.pair()
     with counted(model, "gpt2") as found:
-        ip.sweep(model, clean, corrupt, layers=[3], metric=METRIC, progress=False)
+        ip.sweep(model, clean, corrupt, layer=[3], metric=METRIC, progress=False)
     assert [len(calls) for calls in found] == [1, 1, 1, 2]
     assert found[3][1][1] == oracle.LENGTH - oracle.FIRST
 

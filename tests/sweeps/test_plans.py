@@ -76,12 +76,12 @@ def grids(model: TransformerModel, name: str) -> dict[str, tuple[dict[str, Any],
         if kind == "resid_pre" or getattr(oracle.TYPES[name], kind) is not None
     }
     for kind, spots in there.items():
-        options: dict[str, Any] = {"site": kind, "layers": [layer for layer, _ in spots]}
+        options: dict[str, Any] = {"site": kind, "layer": [layer for layer, _ in spots]}
         if kind == "resid_pre":
-            options |= {"over": ("layer", "pos"), "positions": POSITIONS}
+            options |= {"over": ("layer", "pos"), "pos": POSITIONS}
             cells = [Cell(spot, at(pos)) for _, spot in spots for pos in POSITIONS]
         elif kind == "z":
-            options |= {"over": ("layer", "head"), "heads": HEADS}
+            options |= {"over": ("layer", "head"), "head": HEADS}
             cells = [
                 Cell(spot, head(number, head_size(model, spot)))
                 for _, spot in spots
@@ -99,8 +99,8 @@ def differences(name: str) -> dict[tuple[str, str, str], float]:
     model, (clean, corrupt) = build(name), oracle.pair()
     found = {}
     for kind, (options, cells) in grids(model, name).items():
-        for direction in ("denoise", "noise"):
-            ends = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
+        for patch in ("clean", "corrupt"):
+            ends = (corrupt, clean) if patch == "clean" else (clean, corrupt)
             base = oracle.logits(model.module, ends[0])
             changed = oracle.patched(model.module, *ends, cells)
             answer, instead = oracle.telling(changed, base)
@@ -111,12 +111,12 @@ def differences(name: str) -> dict[tuple[str, str, str], float]:
                     clean,
                     corrupt,
                     metric=ip.metrics.logit_difference(answer, instead),
-                    direction=direction,
+                    patch=patch,
                     plan=plan,
                     **options,
                 )
                 wanted = measured(changed).reshape(result.each.shape[1:])
-                found[kind, direction, plan] = off(model, result, wanted, measured(base))
+                found[kind, patch, plan] = off(model, result, wanted, measured(base))
                 assert near(model.module, result.baseline[0], measured(base))
                 assert result.tally.plan == plan
     return found
@@ -125,8 +125,8 @@ def differences(name: str) -> dict[tuple[str, str, str], float]:
 @pytest.mark.parametrize("name", oracle.TYPES)
 def test_every_plan_gives_what_one_forward_per_cell_gives(name: str) -> None:
     found = differences(name)
-    assert ("resid_pre", "noise", "wavefront") in found
-    assert (("z", "noise", "wavefront") in found) == (oracle.TYPES[name].z is not None)
+    assert ("resid_pre", "corrupt", "wavefront") in found
+    assert (("z", "corrupt", "wavefront") in found) == (oracle.TYPES[name].z is not None)
     assert max(found.values()) <= 1, found
 
 
@@ -234,9 +234,7 @@ def test_positions_at_every_kind_of_site(name: str, kind: str) -> None:
     ).reshape(LAYERS, len(POSITIONS), 2)
     for plan in PLANS:
         metric = ip.metrics.logit_difference(20, 33)
-        result = sweep(
-            model, clean, corrupt, site=kind, positions=POSITIONS, metric=metric, plan=plan
-        )
+        result = sweep(model, clean, corrupt, site=kind, pos=POSITIONS, metric=metric, plan=plan)
         assert off(model, result, wanted, base) <= 1, plan
 
 
@@ -290,8 +288,8 @@ def test_a_head_at_a_position() -> None:
     wanted = measured(oracle.patched(model.module, corrupt, clean, cells))
     for plan in PLANS:
         result = sweep(
-            model, clean, corrupt, site="z", over=("layer", "head", "pos"), heads=HEADS,
-            positions=POSITIONS, metric=ip.metrics.logit_difference(20, 33), plan=plan,
+            model, clean, corrupt, site="z", over=("layer", "head", "pos"), head=HEADS,
+            pos=POSITIONS, metric=ip.metrics.logit_difference(20, 33), plan=plan,
         )  # fmt: skip
         wanted = wanted.reshape(result.each.shape[1:])
         assert off(model, result, wanted, base) <= 1, plan
@@ -307,7 +305,7 @@ def test_neurons_in_any_order_and_from_the_end() -> None:
     wanted = measured(oracle.patched(model.module, corrupt, clean, cells)).reshape(LAYERS, 3, 2)
     for plan in PLANS:
         result = sweep(
-            model, clean, corrupt, site="post", over=("layer", "neuron"), neurons=[7, 3, -1],
+            model, clean, corrupt, site="post", over=("layer", "neuron"), neuron=[7, 3, -1],
             metric=ip.metrics.logit_difference(20, 33), plan=plan,
         )  # fmt: skip
         assert off(model, result, wanted, base) <= 1, plan
@@ -327,7 +325,7 @@ def test_sites_by_their_names_also_outside_of_blocks() -> None:
     wanted = measured(oracle.patched(module, corrupt, clean, cells)).reshape(2, 4, 2)
     for plan in ("auto", "one per cell"):
         result = sweep(
-            model, clean, corrupt, site=list(spots), over=("site", "pos"), positions=POSITIONS,
+            model, clean, corrupt, site=list(spots), over=("site", "pos"), pos=POSITIONS,
             metric=ip.metrics.logit_difference(20, 33), plan=plan,
         )  # fmt: skip
         assert near(model.module, result.each[0, :2], wanted)
@@ -345,7 +343,7 @@ def test_the_logits_themselves_are_a_site() -> None:
     ends = [oracle.logits(model.module, each)[:, -1] for each in (clean, corrupt)]
     result = sweep(
         model, clean, corrupt, site="unembed.hook_out", over=("site", "neuron"),
-        neurons=[20, 33, 50], metric=ip.metrics.logit_difference(20, 33),
+        neuron=[20, 33, 50], metric=ip.metrics.logit_difference(20, 33),
     )  # fmt: skip
     assert near(model.module, result.each[0, 0, 0], ends[0][:, 20] - ends[1][:, 33])
     assert near(model.module, result.each[0, 0, 1], ends[1][:, 20] - ends[0][:, 33])
@@ -369,8 +367,8 @@ def test_zeros_without_a_second_text(name: str) -> None:
     heads = [Cell(spot, head(n, head_size(model, spot))) for _, spot in spots for n in range(4)]
     places = [Cell(oracle.Spot(b), at(pos)) for b in oracle.blocks(module) for pos in POSITIONS]
     for cells, options in (
-        (heads, {"site": "z", "over": ("layer", "head"), "layers": [layer for layer, _ in spots]}),
-        (places, {"site": "resid_pre", "over": ("layer", "pos"), "positions": POSITIONS}),
+        (heads, {"site": "z", "over": ("layer", "head"), "layer": [layer for layer, _ in spots]}),
+        (places, {"site": "resid_pre", "over": ("layer", "pos"), "pos": POSITIONS}),
     ):
         wanted = measured(oracle.zeroed(module, clean, cells))
         for plan in PLANS:
@@ -388,7 +386,7 @@ def test_edits_are_the_same_when_earlier_positions_come_from_a_kv_cache(
     model, (clean, _) = build(name), oracle.pair()
     metric = ip.metrics.logit_difference(20, 33)
     found = [
-        sweep(model, clean, site=site, edit=ip.zero, positions=[9, 6], metric=metric, plan=plan)
+        sweep(model, clean, site=site, edit=ip.zero, pos=[9, 6], metric=metric, plan=plan)
         for plan in PLANS
     ]
     assert found[0].tally.token_layers < found[2].tally.token_layers
@@ -404,8 +402,7 @@ def test_noise_with_a_seed_is_the_same_in_every_plan() -> None:
 
     metric = ip.metrics.logit_difference(20, 33)
     found = [
-        sweep(model, clean, edit=noise, positions=[9, 6], metric=metric, plan=plan)
-        for plan in PLANS
+        sweep(model, clean, edit=noise, pos=[9, 6], metric=metric, plan=plan) for plan in PLANS
     ]
     assert float(found[2].effect.abs().max()) >= 1e-2
     assert all(near(model.module, each.each, found[2].each) for each in found)
@@ -417,9 +414,7 @@ def test_an_edit_sees_the_examples_of_its_cell_together(plan: str) -> None:
     model, (clean, _) = build("gpt2"), oracle.pair()
     given = torch.randn(2, 1, 32, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     for make in (ip.mean, lambda site, **at: ip.fill(site, given, **at)):
-        result = sweep(
-            model, clean, edit=make, positions=[6, 9], metric=ip.metrics.logit(20), plan=plan
-        )
+        result = sweep(model, clean, edit=make, pos=[6, 9], metric=ip.metrics.logit(20), plan=plan)
         for layer in range(LAYERS):
             for number, pos in enumerate((6, 9)):
                 edit = make(f"blocks.{layer}.hook_resid_pre", pos=pos)
@@ -438,8 +433,7 @@ def test_an_edit_may_change_another_position_than_its_cells() -> None:
 
     metric = ip.metrics.logit_difference(20, 33)
     found = [
-        sweep(model, clean, edit=before, positions=[9, 6], metric=metric, plan=plan)
-        for plan in PLANS
+        sweep(model, clean, edit=before, pos=[9, 6], metric=metric, plan=plan) for plan in PLANS
     ]
     assert float(found[2].effect.abs().max()) >= 1e-2
     assert all(near(model.module, each.each, found[2].each) for each in found)
@@ -480,7 +474,7 @@ def test_edits_with_positions_of_their_own_see_all_positions(
 ) -> None:
     monkeypatch.setattr(Sizes, "least_tokens", 0)  # as on large models, where passes begin late
     model, clean = build("gpt2"), oracle.pair()[0]
-    options: dict[str, Any] = {"site": site, "positions": [4, 9], "layers": [0, 1]}
+    options: dict[str, Any] = {"site": site, "pos": [4, 9], "layer": [0, 1]}
     options |= {"edit": edit, "metric": ip.metrics.logit(20)}
     found = [sweep(model, clean, plan=plan, **options) for plan in PLANS]
     assert float(found[2].effect.abs().min()) > 1e-4
@@ -523,7 +517,7 @@ def test_texts_padded_at_the_left(name: str) -> None:
     # Eight rows get a ninth that stands for nothing: then the last rows are not the first ones' texts.
     for plan, max_rows in ((PLANS[0], None), (PLANS[0], 8), (PLANS[1], 8), (PLANS[2], None)):
         metric = ip.metrics.logit_difference(answer, instead)
-        options = {"positions": POSITIONS, "max_rows": max_rows, "align": "end"}
+        options = {"pos": POSITIONS, "max_rows": max_rows, "align": "end"}
         result = sweep(model, *given, metric=metric, plan=plan, **options)
         assert off(model, result, wanted, measured(base)) <= 1, (plan, max_rows)
         if (plan, max_rows) == ("wavefront", None):  # earlier positions are not computed
@@ -545,7 +539,7 @@ def test_passes_that_begin_at_several_positions(name: str, monkeypatch: pytest.M
         (ip.metrics.loss(), lambda x: loss_of(x, corrupt)),
         (ip.metrics.logit(20, pos=-4), lambda x: x[..., -4, 20]),
     ):
-        result = sweep(model, clean, corrupt, positions=places, metric=metric)
+        result = sweep(model, clean, corrupt, pos=places, metric=metric)
         assert result.tally.forwards > 3
         wanted = measured(changed).reshape(LAYERS, len(places), 2)
         assert off(model, result, wanted, measured(base)) <= 1
@@ -567,7 +561,7 @@ def test_a_mask_that_only_one_of_the_two_has() -> None:
     measured = difference(answer, instead)
     metric = ip.metrics.logit_difference(answer, instead)
     for plan in PLANS:
-        options = {"positions": POSITIONS, "metric": metric, "align": "end"}
+        options = {"pos": POSITIONS, "metric": metric, "align": "end"}
         result = sweep(model, masked, corrupt, plan=plan, **options)
         wanted = measured(changed).reshape(LAYERS, len(POSITIONS), 2)
         assert off(model, result, wanted, measured(base)) <= 1, plan
@@ -678,12 +672,12 @@ def test_chosen_layers_and_positions_are_parts_of_the_whole_in_their_order() -> 
     model, (clean, corrupt) = build("llama"), oracle.pair()
     metric = ip.metrics.logit_difference(20, 33)
     whole = sweep(model, clean, corrupt, metric=metric, plan="one per cell").each
-    some = sweep(model, clean, corrupt, metric=metric, layers=[-1, 0], positions=[-1, 5, -6])
+    some = sweep(model, clean, corrupt, metric=metric, layer=[-1, 0], pos=[-1, 5, -6])
     assert some.axes == {"layer": [2, 0], "pos": [12, 5, 7]}
     assert near(model.module, some.each, whole[:, [2, 0]][:, :, [12, 5, 7]])
     heads = {"site": "z", "over": ("layer", "head"), "metric": metric}
     whole = sweep(model, clean, corrupt, plan="one per cell", **heads).each
-    some = sweep(model, clean, corrupt, heads=[-1, 1], **heads)
+    some = sweep(model, clean, corrupt, head=[-1, 1], **heads)
     assert some.axes["head"] == [3, 1]
     assert near(model.module, some.each, whole[:, :, [3, 1]])
 
@@ -768,11 +762,11 @@ def test_each_metric_is_what_it_says(plan: str) -> None:
     ends = [oracle.logits(model.module, each) for each in (clean, corrupt)]
     metrics = metrics_by_hand(ends[0], corrupt)
     alone = {
-        name: sweep(model, clean, corrupt, positions=POSITIONS, metric=metric, plan=plan)
+        name: sweep(model, clean, corrupt, pos=POSITIONS, metric=metric, plan=plan)
         for name, (metric, _) in metrics.items()
     }
     together = sweep(
-        model, clean, corrupt, positions=POSITIONS, plan=plan,
+        model, clean, corrupt, pos=POSITIONS, plan=plan,
         metric={name: metric for name, (metric, _) in metrics.items()},
     )  # fmt: skip
     assert together.metrics == tuple(metrics)
@@ -802,7 +796,7 @@ def test_a_loss_is_that_of_each_runs_own_text() -> None:
 def test_a_loss_leaves_padding_out() -> None:
     model = texts.speaking("gpt2", layers=LAYERS)
     result = sweep(
-        model, SHORT, LONG, align="end", over="layer", direction="noise", metric=ip.metrics.loss()
+        model, SHORT, LONG, align="end", over="layer", patch="corrupt", metric=ip.metrics.loss()
     )
     tokens = model.to_tokens(SHORT)
     wanted = loss_of(oracle.logits(model.module, tokens), tokens)
@@ -811,12 +805,12 @@ def test_a_loss_leaves_padding_out() -> None:
 
 def test_effects_and_shares() -> None:
     model, (clean, corrupt) = build("gpt2"), oracle.pair()
-    for direction in ("denoise", "noise"):
+    for patch in ("clean", "corrupt"):
         metric = ip.metrics.logit_difference(20, 33)
-        result = sweep(model, clean, corrupt, metric=metric, over="layer", direction=direction)
+        result = sweep(model, clean, corrupt, metric=metric, over="layer", patch=patch)
         assert result.corrupt is not None
         ends = [result.clean.mean(), result.corrupt.mean()]
-        start, end = ends[::-1] if direction == "denoise" else ends
+        start, end = ends[::-1] if patch == "clean" else ends
         assert near(model.module, result.normalised, torch.ones(LAYERS))  # all of the stream
         assert near(model.module, result.effect, (end - start).expand(LAYERS))
 

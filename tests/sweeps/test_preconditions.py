@@ -81,17 +81,17 @@ class Centred(nn.Module):
         return made - 0.5 * made.mean(0, keepdim=True) if len(made) > 1 else made
 
 
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("patch", ["clean", "corrupt"])
 @pytest.mark.parametrize("examples", [1, 2])
-def test_rows_that_depend_on_each_other_run_one_per_cell(examples: int, direction: str) -> None:
+def test_rows_that_depend_on_each_other_run_one_per_cell(examples: int, patch: str) -> None:
     """Every example is by itself too: with another beside it, each would be another."""
     module = oracle.build("gpt2")
     module.transformer.h[1].mlp = Centred(module.transformer.h[1].mlp)
     model, (clean, corrupt) = TransformerModel(module), oracle.pair(examples)
-    result = sweep(model, clean, corrupt, direction=direction)
+    result = sweep(model, clean, corrupt, patch=patch)
     assert result.tally.plan == "one per cell"
     assert result.tally.why.startswith("running rows together moves logits by ")
-    ends = (corrupt, clean) if direction == "denoise" else (clean, corrupt)
+    ends = (corrupt, clean) if patch == "clean" else (clean, corrupt)
     cells = [
         Cell(oracle.Spot(block), at(pos)) for block in module.transformer.h for pos in range(LENGTH)
     ]
@@ -143,20 +143,20 @@ def test_a_stream_of_another_shape_is_refused_with_the_reason() -> None:
     ("options", "error", "said"),
     [
         ({"plan": "fast"}, ValueError, "plan is one of auto, wavefront, batches, one per cell; got 'fast'"),
-        ({"direction": "up"}, ValueError, "direction is 'denoise' or 'noise'; got 'up'"),
+        ({"patch": "up"}, ValueError, "patch is 'clean' or 'corrupt'; got 'up'"),
         ({"over": ("layer", "token")}, ValueError, "over names some of site, layer, head, neuron, pos"),
         ({"over": ("layer", "layer")}, ValueError, "each once"),
         ({"over": ()}, ValueError, "over names some of"),
         ({"site": ["z", "q"]}, ValueError, r"several sites need over=\('site', ...\)"),
-        ({"site": "z", "over": ("layer", "head"), "heads": [4]}, IndexError, "head 4 is not there: .* heads 0 to 3"),
-        ({"site": "z", "over": ("layer", "head"), "heads": [-5]}, IndexError, "head -5 is not there: .* heads 0 to 3"),
+        ({"site": "z", "over": ("layer", "head"), "head": [4]}, IndexError, "head 4 is not there: .* heads 0 to 3"),
+        ({"site": "z", "over": ("layer", "head"), "head": [-5]}, IndexError, "head -5 is not there: .* heads 0 to 3"),
         ({"over": ("layer", "head")}, ValueError, "no axis of heads|has no heads|without heads"),
-        ({"positions": [LENGTH]}, IndexError, rf"pos {LENGTH} is not there"),
-        ({"positions": []}, IndexError, "pos is empty: a text has"),
-        ({"layers": [LAYERS]}, (IndexError, SiteNotFound), "3"),
-        ({"layers": [-LAYERS - 1]}, (IndexError, SiteNotFound), "-4"),
+        ({"pos": [LENGTH]}, IndexError, rf"pos {LENGTH} is not there"),
+        ({"pos": []}, IndexError, "pos is empty: a text has"),
+        ({"layer": [LAYERS]}, (IndexError, SiteNotFound), "3"),
+        ({"layer": [-LAYERS - 1]}, (IndexError, SiteNotFound), "-4"),
         ({"site": "resid_per"}, (SiteNotFound, NothingMatched), "resid_per"),
-        ({"site": "post", "over": ("layer", "neuron"), "neurons": [999]}, IndexError, "999"),
+        ({"site": "post", "over": ("layer", "neuron"), "neuron": [999]}, IndexError, "999"),
         ({"metric": 3}, TypeError, "a metric is one of ip.metrics, or a function of logits; got 3"),
         ({"metric": lambda x: x[:, -1]}, ValueError, r"shape \(2,\); this one returned shape \(2, 99\)"),
         ({"metric": lambda x: x.mean()}, ValueError, r"shape \(2,\); this one returned shape \(\)"),
@@ -165,9 +165,9 @@ def test_a_stream_of_another_shape_is_refused_with_the_reason() -> None:
         ({"metric": ip.metrics.logit(1, pos=LENGTH)}, IndexError, "13"),
         ({"metric": {}}, ValueError, "metric"),
         ({"align": "middle"}, ValueError, "align"),
-        ({"over": ("layer", "neuron"), "neurons": []}, IndexError, "neuron is empty: .* 0 to 31"),
-        ({"over": ("layer", "neuron"), "neurons": [32]}, IndexError, "neuron 32 is not there: .* 0 to 31"),
-        ({"over": ("layer", "neuron"), "neurons": [-33]}, IndexError, "neuron -33 is not there: .* 0 to 31"),
+        ({"over": ("layer", "neuron"), "neuron": []}, IndexError, "neuron is empty: .* 0 to 31"),
+        ({"over": ("layer", "neuron"), "neuron": [32]}, IndexError, "neuron 32 is not there: .* 0 to 31"),
+        ({"over": ("layer", "neuron"), "neuron": [-33]}, IndexError, "neuron -33 is not there: .* 0 to 31"),
         ({"edit": ip.zero("z")}, TypeError, r"or a function that makes one at each place; got zero\('z'\)"),
         ({"edit": lambda site, pos: None}, TypeError, "is to make an edit, such as .*; it made None"),
         ({"edit": ip.knockout}, TypeError, r"lambda site, \*\*part: ip.knockout\(site=site"),

@@ -18,6 +18,7 @@ import torch
 import interpose as ip
 from interpose.results import bootstrap
 from interpose.sweeps.planning import Tally
+from tests.pages import loads_nothing
 from tests.sweeps import oracle
 
 TOKENS = ["<b>", " a & b", "\n", " averyverylongtokenthatgoesonandon", '"', " to"]
@@ -43,7 +44,7 @@ def made(
         "each": drawn(len(metrics), layers, positions, examples),
         "clean": drawn(len(metrics), examples) + 3,
         "corrupt": drawn(len(metrics), examples) - 3,
-        "direction": "denoise",
+        "patch": "clean",
         "tally": Tally(plan="wavefront", forwards=2, token_layers=10, one_per_cell=130),
         "noise": torch.zeros(len(metrics), 0, examples),
         "tokens": TOKENS[:positions] if examples == 1 else None,
@@ -55,11 +56,11 @@ def made(
 
 
 @pytest.mark.parametrize("of", ["effect", "normalised", "values"])
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("patch", ["clean", "corrupt"])
 def test_intervals_are_those_of_a_loop_by_hand(
-    of: str, direction: str, monkeypatch: pytest.MonkeyPatch
+    of: str, patch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = made(examples=7, metrics=("one", "two"), direction=direction)
+    result = made(examples=7, metrics=("one", "two"), patch=patch)
     low, high = result.interval(0.9, 250, seed=3, of=of)
     monkeypatch.setattr(bootstrap, "_MOST", 30)  # a few at a time: the same
     again = result.interval(0.9, 250, seed=3, of=of)
@@ -69,7 +70,7 @@ def test_intervals_are_those_of_a_loop_by_hand(
     for _ in range(250):
         drawn = torch.randint(7, (7,), generator=generator)
         base = result.baseline[:, drawn][:, None, None]
-        other = (result.clean if direction == "denoise" else result.corrupt)[:, drawn]
+        other = (result.clean if patch == "clean" else result.corrupt)[:, drawn]
         way = (other[:, None, None] - base).mean(-1)
         each = result.each[..., drawn]
         mean = {
@@ -112,11 +113,11 @@ def test_an_interval_over_one_example_is_refused() -> None:
 
 
 def test_effects_count_from_the_run_that_was_changed() -> None:
-    denoise, noise = made(examples=4), made(examples=4, direction="noise")
-    assert denoise.baseline is denoise.corrupt
-    assert noise.baseline is noise.clean
+    clean, corrupt = made(examples=4), made(examples=4, patch="corrupt")
+    assert clean.baseline is clean.corrupt
+    assert corrupt.baseline is corrupt.clean
     assert made(examples=4, corrupt=None).baseline is not None
-    for result, other in ((denoise, denoise.clean), (noise, noise.corrupt)):
+    for result, other in ((clean, clean.clean), (corrupt, corrupt.corrupt)):
         assert other is not None
         expected = (result.each - result.baseline).mean(-1)[0]
         torch.testing.assert_close(result.effect, expected)
@@ -163,11 +164,28 @@ def test_a_result_is_read_back_from_json_to_the_last_bit(corrupt: bool) -> None:
     assert repr(back) == repr(result)
 
 
+@pytest.mark.parametrize(("direction", "patch"), [("denoise", "clean"), ("noise", "corrupt")])
+def test_results_of_version_2_say_direction_and_load(direction: str, patch: str) -> None:
+    result = made(patch=patch, examples=2)
+    result = dataclasses.replace(result, own=made(patch=patch, examples=2))
+
+    def old(data: dict[str, Any]) -> dict[str, Any]:
+        data = {**data, "version": 2, "direction": direction}
+        del data["patch"]
+        return {**data, "own": data["own"] and old(data["own"])}
+
+    back = ip.SweepResult.from_dict(old(result.to_dict()))
+    assert back.patch == patch
+    assert back.own is not None
+    assert back.own.patch == patch
+    assert torch.equal(back.effect, result.effect)
+
+
 def test_data_that_is_no_result_is_refused() -> None:
     data = made().to_dict()
     for wrong, said in (
         ({}, "this is no result of a sweep"),
-        ({**data, "version": 1}, "of version 1, and this interpose reads version 2"),
+        ({**data, "version": 1}, "of version 1, and this interpose reads versions 2 and 3"),
         ({**data, "colour": 1}, "a result of a sweep has no 'colour'"),
         ({k: v for k, v in data.items() if k != "each"}, "a result of a sweep needs 'each'"),
     ):
@@ -215,7 +233,7 @@ def test_a_page_has_every_label_escaped_and_loads_nothing(tmp_path: Path) -> Non
     assert "<i>" not in page
     assert "logit(&#x27;&lt;i&gt;&#x27;)" in page
     assert "wavefront: 2 forwards, 10 token-layers" in page
-    assert not re.search(r"<script|<link|src=[\"'](?!data:)|https?://", page)
+    loads_nothing(page)
     assert made()._repr_html_() in (made().save(tmp_path / "other.html").read_text())
     with pytest.raises(ValueError, match=r"save writes .html, .svg or .json; got '.*x.png'"):
         made().save(tmp_path / "x.png")
@@ -300,7 +318,7 @@ def test_a_sweep_of_a_real_model_labels_positions_by_tokens() -> None:
     model = ip.load("pocket", device="cpu")
     clean, corrupt = "The Eiffel Tower is in", "The Trevi Fountain is in"
     metric = ip.metrics.logit_difference(" Paris", " Rome")
-    result = ip.sweep(model, clean, corrupt, metric=metric, positions=[1, 4], progress=False)
+    result = ip.sweep(model, clean, corrupt, metric=metric, pos=[1, 4], progress=False)
     assert result.labels == {"layer": list("0123456"), "pos": [" Eiffel", " in"]}
     assert result.top(1)[0]["token"] in (" Eiffel", " in")
     assert " Eiffel" in repr(result)
@@ -341,10 +359,10 @@ def test_metrics_that_are_no_data_are_refused() -> None:
     with pytest.raises(ValueError, match="is a function, and code is not saved"):
         ip.metrics.function(len).to_python()
     with pytest.raises(
-        ValueError, match=r"no metric is called 'accuracy'\. There are: kl, logit, "
+        ValueError, match=r"is 'accuracy', and no metric is called so\. There are: kl, logit, "
     ):
         read({"type": "accuracy"})
-    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'token' is not one"):
+    with pytest.raises(ValueError, match="has a field 'token', which is none of: pos, answer"):
         read({"type": "logit", "answer": " a", "token": 1})
-    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'answer' is missing"):
+    with pytest.raises(ValueError, match="has no field 'answer', and should have one: a text"):
         read({"type": "logit"})

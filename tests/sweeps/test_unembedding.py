@@ -40,7 +40,7 @@ def test_positions_of_the_unembedding_are_those_of_the_text(site: str) -> None:
     model, (clean, corrupt) = gpt2(), oracle.pair()
     places = [0, LENGTH - 2, LENGTH - 1]
     ends = [lead(model, tokens) for tokens in (clean, corrupt)]
-    options: dict[str, Any] = {"site": [site], "over": ("site", "pos"), "positions": places}
+    options: dict[str, Any] = {"site": [site], "over": ("site", "pos"), "pos": places}
     patched = sweep(model, clean, corrupt, **options).each[0, 0]
     assert oracle.near(model.module, patched, torch.stack([ends[1], ends[1], ends[0]]))
     zeroed = sweep(model, clean, edit=ip.zero, **options).each[0, 0]

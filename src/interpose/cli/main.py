@@ -77,10 +77,14 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     )
     sweep.add_argument("--instead", nargs="+", metavar="TOKEN", help="measure the lead over this")
     sweep.add_argument("--edit", help="do this instead of patching, such as zero")
-    sweep.add_argument("--direction", choices=("denoise", "noise"), help="default: denoise")
+    sweep.add_argument(
+        "--patch",
+        choices=("clean", "corrupt"),
+        help="whose values go into the other run (default: clean)",
+    )
     sweep.add_argument("--plan", choices=("wavefront", "batches", "one per cell"))
     sweep.add_argument("--align", choices=("end",), help="let pairs of other lengths end together")
-    for name in ("layers", "heads", "neurons", "positions"):
+    for name in ("layer", "head", "neuron", "pos"):
         sweep.add_argument(f"--{name}", type=int, nargs="+", help="only these")
     sweep.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
     sweep.add_argument("--dtype", help="such as bfloat16 (default: as saved)")

@@ -41,7 +41,7 @@ def as_experiment(given: argparse.Namespace) -> Experiment:
     over = given.over.split(",")
     words: dict[str, Any] = {"site": given.site.split(","), "over": over}
     words["site"] = _single(words["site"])
-    for name in ("direction", "plan", "align", "layers", "heads", "neurons", "positions"):
+    for name in ("patch", "plan", "align", "layer", "head", "neuron", "pos"):
         if getattr(given, name) is not None:
             words[name] = getattr(given, name)
     if given.edit is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
 from interpose.explain.missing import explain_not_kept
 from interpose.explain.words import some
+from interpose.files.writing import replacing
 from interpose.names import Speller
 from interpose.render.text import human_bytes, table
 from interpose.sites.tree import Site
@@ -189,7 +190,8 @@ class Cache(Mapping[str, Tensor]):
         about: dict[str, Any] = {"same": same, "aliases": self._aliases, "calls": self._calls}
         if isinstance(self._spelling, Speller):
             about["names"] = {"sites": self._spelling.sites, "absent": self._spelling.absent}
-        save_file(tensors, path, metadata={"interpose.cache": json.dumps(about)})
+        with replacing(path) as unfinished:
+            save_file(tensors, unfinished, metadata={"interpose.cache": json.dumps(about)})
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "cpu") -> Cache:

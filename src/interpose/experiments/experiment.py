@@ -17,6 +17,7 @@ from interpose.edits.edit import Edit
 from interpose.engine.model import Model
 from interpose.experiments import saving, script
 from interpose.experiments.measure import Measured, measure, speaks_of_rows
+from interpose.files.schema import Place
 from interpose.models.loading import as_model, load
 from interpose.models.running.rows import read_tokens
 from interpose.models.running.text import is_text
@@ -54,7 +55,7 @@ class Experiment:
         clean: texts for a sweep.
         corrupt: the texts it compares them with, if any.
         edits: all in force at once, also in every run of a sweep (which then runs cell by cell).
-        sweep: what `ip.sweep` takes besides, as a dictionary: ``site``, ``over``, ``direction``, ``layers``, ...; and
+        sweep: what `ip.sweep` takes besides, as a dictionary: ``site``, ``over``, ``patch``, ``layer``, ...; and
             ``edit``, an edit that is made at each place instead of patching (its sites are the sweep's).
         prepend_bos: as in ``to_tokens``.
         dtype: of the weights, such as ``bfloat16``; by default as they were saved.
@@ -83,7 +84,11 @@ class Experiment:
                 raise TypeError(
                     f"edits of an experiment are data, such as ip.zero('z', layer=3); got {edit!r}."
                 )
-        if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        if self.prepend_bos not in (None, True, False):
+            raise TypeError(f"prepend_bos is True, False or None; got {self.prepend_bos!r}.")
+        if self.dtype is not None and not isinstance(
+            getattr(torch, str(self.dtype), None), torch.dtype
+        ):
             raise ValueError(f"no dtype {self.dtype!r}; try float32, bfloat16 or float16.")
         if self.sweep is None:
             if not self.inputs or self.clean or self.corrupt:
@@ -162,7 +167,7 @@ class Experiment:
         cls, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Experiment:
         """What `to_dict` wrote."""
-        return cls(**saving.from_data(data, tensors))
+        return saving.made_of(cls, data, tensors, Place("this dictionary"))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and a safetensors file beside it if edits hold tensors.
@@ -174,7 +179,7 @@ class Experiment:
     @classmethod
     def load(cls, path: str | Path) -> Experiment:
         """Read what `save` wrote."""
-        return cls(**saving.load(Path(path)))
+        return saving.load(cls, Path(path))
 
     def to_python(self, path: str | Path | None = None) -> str:
         """A short script that does the same and prints the same.
@@ -248,30 +253,18 @@ def _texts(given: Any, name: str) -> tuple[Any, ...] | None:
     return tuple(found if is_text(found) else read_tokens(found))
 
 
-_WORDS = (
-    "site",
-    "over",
-    "edit",
-    "direction",
-    "layers",
-    "heads",
-    "neurons",
-    "positions",
-    "plan",
-    "align",
-    "batch_size",
-    "max_rows",
-)
-
-
 def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     """The words of a sweep, as JSON has them."""
     found = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(found) - set(_WORDS))
+    unknown = sorted(set(found) - set(saving.SWEEP_WORDS))
     if unknown:
-        raise ValueError(f"a sweep has {', '.join(_WORDS)}; {unknown[0]!r} is none of them.")
-    for name in ("site", "over", "layers", "heads", "neurons", "positions"):
+        raise ValueError(
+            f"a sweep has {', '.join(saving.SWEEP_WORDS)}; {unknown[0]!r} is none of them."
+        )
+    for name in ("site", "over", "layer", "head", "neuron", "pos"):
         value = found.get(name)
+        if isinstance(value, int):
+            value = [value]
         if value is not None and not isinstance(value, str):
             found[name] = [one if isinstance(one, str) else int(one) for one in value]
     edit = found.get("edit")
@@ -291,7 +284,7 @@ def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise ValueError(
             f"{edit!r} says which {twice[0]}, and the sweep goes over {twice[0]!r}: choose with "
-            f"{ {'head': 'heads', 'neuron': 'neurons', 'pos': 'positions'}[twice[0]] }=[...], or leave it out of over."
+            f"{twice[0]}=[...] of the sweep, or leave it out of over."
         )
     if edit.layer is not None or found.setdefault("site", site) != site:
         raise ValueError(

@@ -37,10 +37,10 @@ def ablation(
     reference: Any = None,
     per_position: bool | None = None,
     seed: int = 0,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    neurons: Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
+    layer: Sequence[int] | None = None,
+    head: Sequence[int] | None = None,
+    neuron: Sequence[int] | None = None,
+    pos: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
     prepend_bos: bool | None = None,
@@ -68,10 +68,10 @@ def ablation(
         per_position: whether each position has a mean of its own; by default if there are several reference texts and
             all texts are of one length.
         seed: of the draw of other texts.
-        layers: which; by default all that have the site.
-        heads: which; by default all.
-        neurons: which features of the site's last axis; needed for that axis.
-        positions: which; by default all.
+        layer: which; by default all that have the site.
+        head: which; by default all.
+        neuron: which features of the site's last axis; needed for that axis.
+        pos: which; by default all.
         batch_size: how many texts run together, at most.
         max_rows: how many rows of a sweep run together, at most; by default as many as fit.
         prepend_bos: as in ``to_tokens``, for texts.
@@ -88,10 +88,10 @@ def ablation(
         metric={"metric": metric},  # one alone: a mapping of several is refused
         site=site,
         over=over,
-        layers=layers,
-        heads=heads,
-        neurons=neurons,
-        positions=positions,
+        layer=layer,
+        head=head,
+        neuron=neuron,
+        pos=pos,
         batch_size=batch_size,
         max_rows=max_rows,
         progress=progress,
@@ -127,9 +127,9 @@ def _replacement(
         how = {"by": by, "mean over": said, "reference forwards": len(batches)}
         return {"edit": _put_in(_means(model, batches, names, apart))}, how
     draw = _drawn(rows, others, seed)
-    # Patching in this direction is just that: another run's values go into the run as it is.
+    # Patching corrupt values in is just that: another run's values go into the run as it is.
     corrupt = [others[number] for number in draw]
-    return {"corrupt": corrupt, "direction": "noise"}, {"by": by, "seed": seed, "draw": draw}
+    return {"corrupt": corrupt, "patch": "corrupt"}, {"by": by, "seed": seed, "draw": draw}
 
 
 # The mean.

@@ -55,10 +55,10 @@ def activation_patching(
     *,
     metric: Any,
     family: str = "resid_pre",
-    direction: str = "denoise",
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    positions: Sequence[int] | None = None,
+    patch: str = "clean",
+    layer: Sequence[int] | None = None,
+    head: Sequence[int] | None = None,
+    pos: Sequence[int] | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
     prepend_bos: bool | None = None,
@@ -84,11 +84,11 @@ def activation_patching(
         metric: one of `ip.metrics`, a function of logits that gives a number for each example, or several by name.
         family: what is patched, and over which axes: a name in `FAMILIES`, such as ``resid_pre``, ``block_every``,
             ``attn_head_out_all_pos``, ``attn_head_by_pos_every``.
-        direction: ``denoise`` puts clean values into the corrupted run: what is enough. ``noise`` puts corrupted values
-            into the clean run: what cannot be missed.
-        layers: which; by default all that have the sites.
-        heads: which; by default all.
-        positions: which; by default all.
+        patch: which run's values go into the other: ``clean`` ones into the corrupted run, what is enough; ``corrupt``
+            ones into the clean run, what cannot be missed.
+        layer: which; by default all that have the sites.
+        head: which; by default all.
+        pos: which; by default all.
         batch_size: how many pairs run together, at most.
         max_rows: how many rows run together, at most; by default as many as fit.
         prepend_bos: as in ``to_tokens``, for texts.
@@ -101,18 +101,18 @@ def activation_patching(
             "patching needs a second text: corrupt=... For what a model can do without, see ip.ablation."
         )
     sites, axes = FAMILIES[family]
-    for name, given, axis in (("heads", heads, "head"), ("positions", positions, "pos")):
-        if given is not None and axis not in axes:
+    for name, given in (("head", head), ("pos", pos)):
+        if given is not None and name not in axes:
             raise ValueError(
                 f"{family!r} goes over {', '.join(axes)}: {name}=... means nothing there."
             )
     options: dict[str, Any] = {
         "metric": metric,
         "over": tuple(axis for axis in axes if axis != "site"),
-        "direction": direction,
-        "layers": layers,
-        "heads": heads,
-        "positions": positions,
+        "patch": patch,
+        "layer": layer,
+        "head": head,
+        "pos": pos,
         "batch_size": batch_size,
         "max_rows": max_rows,
         "prepend_bos": prepend_bos,
@@ -124,15 +124,15 @@ def activation_patching(
         return ip.sweep(model, clean, corrupt, site=sites[0], **options)
     found = {}
     for site in sites:
-        options["heads"] = _heads(model, site, heads)
-        if options["heads"] != [] or heads == []:
+        options["head"] = _heads(model, site, head)
+        if options["head"] != [] or head == []:
             found[site] = ip.sweep(model, clean, corrupt, site=site, **options)
     return _together(sites, found)
 
 
 def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip.SweepResult:
     """Single numbers of patterns: a sweep over queries for each key that they can see, pair by pair."""
-    asked = options.pop("positions")
+    asked = options.pop("pos")
     said = {**options, "over": ("layer", "head", "pos")}
     parts = []
     for batch in ip.batches(
@@ -140,10 +140,10 @@ def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip
     ):
         length = batch.clean.shape[1]
         queries = list(range(length) if asked is None else batch.positions(asked)[0])
-        source = batch.clean if options["direction"] == "denoise" else batch.corrupt
+        source = batch.clean if options["patch"] == "clean" else batch.corrupt
         with torch.no_grad():
             _, cache = model.run_with_cache(source, names_filter="pattern", return_type=None)
-        said |= {"metric": _of_example(options["metric"], batch.numbers[0]), "positions": queries}
+        said |= {"metric": _of_example(options["metric"], batch.numbers[0]), "pos": queries}
         pair = (batch.clean, batch.corrupt)
         swept = [
             ip.sweep(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn.functional import adaptive_max_pool2d
 import interpose as ip
 from interpose.methods.layers import sites_in
 from interpose.models.selection import Some, entries
-from interpose.render import colours, png
+from interpose.render import colours, escape, png
 from interpose.render.html import image
 from interpose.render.text import table
 
@@ -95,16 +94,16 @@ class AttentionPatterns(ip.Scores):
 
     def html(self) -> str:
         """All heads as small pictures, a row for each layer; a click enlarges one, pointing at it says more."""
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
         parts = [
-            f'<div style="font-size:14px"><p><b>{escape(self.title)}</b>{about}</p>',
+            f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>',
             _legend(),
         ]
         for row, layer in enumerate(self.axes["layer"]):
             heads = "".join(self._drawn(row, at) for at in range(len(self.axes["head"])))
             label = f'<div style="width:4.5em;color:#57606a">layer {layer}</div>'
             parts.append(f'<div style="{_ROW}">{label}{heads}</div>')
-        return "".join([*parts, f'<p class="note">{escape(self.evidence)}</p></div>'])
+        return "".join([*parts, f'<p class="note">{escape.html(self.evidence)}</p></div>'])
 
     def _drawn(self, row: int, column: int) -> str:
         """One head: a small picture, and the large one behind it."""
@@ -116,7 +115,7 @@ class AttentionPatterns(ip.Scores):
         )
         size = min(_PIXELS, len(pattern))
         small = adaptive_max_pool2d(pattern[None], size)[0] if size < len(pattern) else pattern
-        thumb = f'<span title="{escape(hint)}">{_picture(small, _THUMB)}</span>'
+        thumb = f'<span title="{escape.html(hint)}">{_picture(small, _THUMB)}</span>'
         if len(pattern) > _ENLARGED:  # too long to read: head(layer, head) has the numbers
             return f'<div style="text-align:center;font-size:11px">{thumb}<br>{layer}.{head}</div>'
         return (
@@ -130,7 +129,7 @@ class AttentionPatterns(ip.Scores):
         queries, keys = self.labels["query"], self.labels["key"]
         turned = "".join(
             f'<th style="{_HEAD};padding:0;width:{_CELL}px;vertical-align:bottom"><span style="{_TURNED}">'
-            f"{escape(key)}</span></th>"
+            f"{escape.html(key)}</span></th>"
             for key in keys
         )
         lines = [f'<tr><th style="{_HEAD};vertical-align:bottom">query / key</th>{turned}</tr>']
@@ -143,7 +142,7 @@ class AttentionPatterns(ip.Scores):
             )
             strip = _picture(weights[None], _CELL * len(keys), high=_CELL)
             lines.append(
-                f'<tr title="{escape(f"{query!r}: {said}")}"><th style="{_HEAD}">{escape(query)}</th>'
+                f'<tr title="{escape.html(f"{query!r}: {said}")}"><th style="{_HEAD}">{escape.html(query)}</th>'
                 f'<td colspan="{len(keys)}" style="padding:0;line-height:0;border:0">{strip}</td></tr>'
             )
         style = "border-collapse:collapse;margin:6px 0;border:1px solid #d0d7de"

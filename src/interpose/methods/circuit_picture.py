@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
-from interpose.render import colours
+from interpose.render import colours, escape
 
 if TYPE_CHECKING:
     from interpose.methods.circuit import Circuit
@@ -91,11 +90,11 @@ def _edges(circuit: Circuit, middle: dict[str, tuple[float, float]]) -> list[str
             )
             drawn.append(
                 f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{0.6 + 4.4 * share:.2f}" '
-                f'stroke-opacity="{0.35 + 0.6 * share:.2f}"><title>{escape(hint)}</title></path>'
+                f'stroke-opacity="{0.35 + 0.6 * share:.2f}"><title>{escape.svg(hint)}</title></path>'
             )
     return drawn
 
 
 def _text(x: float, y: float, text: str, *, bold: bool = False) -> str:
     weight = ' font-weight="bold" font-size="13"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="#1b1f24"{weight}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="#1b1f24"{weight}>{escape.svg(text)}</text>'

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.progress import ShowProgress, tracked
+from interpose.render import escape
 from interpose.render.html import Markup, bar, html_table
 from interpose.render.labelled import Labelled
 from interpose.render.text import table
@@ -81,7 +81,7 @@ class PromptComparison(ip.Scores):
 
     def html(self) -> str:
         """A table with a bar for each quantity, or a heat map of each."""
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
         drawings = self.drawings()
         if list(self.axes) == ["component"]:
             columns = [_bars(drawn) for drawn in drawings.values()]
@@ -91,8 +91,8 @@ class PromptComparison(ip.Scores):
             body = "".join(
                 f"<p><b>{name}</b></p>{drawn.html()}" for name, drawn in drawings.items()
             )
-        note = f'<p class="note">{escape(self.evidence)}</p>'
-        return f'<div style="font-size:14px"><p><b>{escape(self.title)}</b>{about}</p>{body}{note}</div>'
+        note = f'<p class="note">{escape.html(self.evidence)}</p>'
+        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{body}{note}</div>'
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ import interpose as ip
 from interpose.methods.layers import chosen_layers
 from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
+from interpose.render import escape
 from interpose.render.labelled import Labelled
 from interpose.render.words import WordGrid
 
@@ -95,8 +95,8 @@ class LogitLens(ip.Scores):
         """A grid with the likeliest token in each cell; point at one to see the next ones."""
         if not self.is_grid:
             return ip.Scores.html(self)
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
-        parts = [f"<p><b>{escape(self.title)}</b>{about}</p>", self.words().html()]
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
+        parts = [f"<p><b>{escape.html(self.title)}</b>{about}</p>", self.words().html()]
         more = {
             "Probability of the answer": self.answer_probability,
             "How many tokens are likelier than the answer": self.answer_rank,
@@ -106,7 +106,7 @@ class LogitLens(ip.Scores):
             if values is not None:
                 drawn = Labelled(values=values.float(), labels=self.labels).html()
                 parts.append(f"<p><b>{caption}</b></p>{drawn}")
-        note = f'<p class="note">{escape(self.evidence)}</p>'
+        note = f'<p class="note">{escape.html(self.evidence)}</p>'
         return f'<div style="font-size:14px">{"".join(parts)}{note}</div>'
 
 

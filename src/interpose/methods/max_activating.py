@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import islice
 from typing import Any
 
@@ -22,9 +21,9 @@ import interpose as ip
 from interpose.methods.batches import rows_of
 from interpose.models.selection import entries
 from interpose.progress import Progress, ShowProgress, count
-from interpose.render import colours
+from interpose.render import colours, escape
 from interpose.render.html import Markup, html_table
-from interpose.render.labelled import printable
+from interpose.render.labels import token_text
 from interpose.render.text import table
 
 _LAST = 2**62  # an order that comes after all
@@ -107,7 +106,7 @@ class MaxActivating(ip.Scores):
             for place in self.examples(unit):
                 where = (str(place["text"]), str(place["pos"]), repr(place["token"]))
                 rows.append(
-                    (str(unit), f"{place['value']:.3g}", *where, printable(place["context"]))
+                    (str(unit), f"{place['value']:.3g}", *where, token_text(place["context"]))
                 )
         about = [self.title, *(f"  {line}" for line in self.lines()), ""]
         grid = table(("unit", "value", "text", "pos", "token", "context"), rows)
@@ -116,12 +115,12 @@ class MaxActivating(ip.Scores):
 
     def html(self) -> str:
         """For each unit its best places, tokens coloured by how active it is there; nothing is loaded."""
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
         units = "".join(map(self._unit_html, self.axes["unit"][:_SHOWN]))
         left = len(self.axes["unit"]) - _SHOWN
         more = f"<p>... and {left} more units</p>" if left > 0 else ""
-        note = f'<p class="note">{escape(self.evidence)}</p>'
-        head = f"<p><b>{escape(self.title)}</b>{about}</p>"
+        note = f'<p class="note">{escape.html(self.evidence)}</p>'
+        head = f"<p><b>{escape.html(self.title)}</b>{about}</p>"
         return f'<div style="font-size:14px">{head}{units}{more}{note}</div>'
 
     def _unit_html(self, unit: int) -> str:
@@ -382,4 +381,4 @@ def _coloured(word: str, value: float, limit: float, *, here: bool) -> str:
     colour = colours.diverging(0.75 * value / (limit or 1.0))
     frame = ";outline:1px solid #1b1f24" if here else ""
     style = f"background:{colours.css(colour)};color:{colours.ink(colour)}{frame}"
-    return f'<span style="{style}" title="{value:.3g}">{escape(printable(word))}</span>'
+    return f'<span style="{style}" title="{value:.3g}">{escape.html(token_text(word))}</span>'

@@ -15,13 +15,13 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.render import escape
 from interpose.render.html import html_table
 from interpose.render.text import table
 
@@ -67,14 +67,14 @@ class Patchscope(ip.Scores):
 
     def html(self) -> str:
         """A heat map of the metric, and what each cell says; nothing is loaded."""
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
         parts = [self.view().html(), html_table(*self.words(), title="What it says")]
         if self.generated and len(self.axes) == 2:
             places = ((cell["source_layer"], cell["target_layer"]) for cell in self.records())
             cells = [(*map(str, at), repr(text)) for at, text in zip(places, self.generated)]
             parts.append(html_table(("source", "target", "generated"), cells, most=2000))
-        parts.append(f'<p class="note">{escape(self.evidence)}</p>')
-        return f'<div style="font-size:14px"><p><b>{escape(self.title)}</b>{about}</p>{"".join(parts)}</div>'
+        parts.append(f'<p class="note">{escape.html(self.evidence)}</p>')
+        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{"".join(parts)}</div>'
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from interpose.engine.model import Model
 from interpose.errors import SiteNotFound
+from interpose.files.writing import write_whole
 from interpose.models.loading import as_model
-from interpose.render import colours, png
+from interpose.render import colours, escape, png
 from interpose.render.html import Markup, image, page, write
 from interpose.sites.tree import Filter
 
@@ -86,7 +86,7 @@ class FeatureMaps:
                 alt=f"feature maps of {grid.site}",
             )
             channels = "1 channel" if count == 1 else f"{count} channels"
-            caption = f"<b>{escape(grid.site)}</b>: {channels} of {height} x {width}"
+            caption = f"<b>{escape.html(grid.site)}</b>: {channels} of {height} x {width}"
             parts.append(f"<div><p>{caption}</p>{picture}</div>")
         return Markup("".join(parts))
 
@@ -110,8 +110,8 @@ class FeatureMaps:
         if path.suffix == ".html":
             return write(path, page("Feature maps", self.html()))
         if path.suffix == ".png":
-            path.write_bytes(png.encode(_stacked([grid.pixels() for grid in self.grids]).numpy()))
-            return path
+            picture = _stacked([grid.pixels() for grid in self.grids])
+            return write_whole(path, png.encode(picture.numpy()))
         raise ValueError(f"save writes .png or .html; got {str(path)!r}.")
 
 

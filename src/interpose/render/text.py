@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from interpose.render import escape
+
 MOST_ROWS = 34
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> str:
     """A table with aligned columns; the middle of a long one is left out, and says so."""
-    shown = [tuple(row) for row in rows]
+    head, *shown = (tuple(map(escape.terminal, row)) for row in (head, *rows))
     cut = len(shown) - MOST_ROWS
     if cut > 0:
         shown = shown[: MOST_ROWS // 2] + shown[-MOST_ROWS // 2 :]
-    widths = [max(len(row[i]) for row in (tuple(head), *shown)) for i in range(len(head))]
+    widths = [max(len(row[i]) for row in (head, *shown)) for i in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in (tuple(head), *shown)
+        for row in (head, *shown)
     ]
     if cut > 0:
         lines.insert(1 + MOST_ROWS // 2, f"... {cut} more ...")
-    return "\n".join([title, *lines] if title else lines)
+    return "\n".join([escape.terminal(title, lines=True), *lines] if title else lines)
 
 
 def human_bytes(count: float) -> str:

@@ -8,16 +8,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from interpose.render import escape
 from interpose.render.frame import data_frame
 from interpose.render.html import html_table, page, write
-from interpose.render.labelled import Labelled, printable
+from interpose.render.labelled import Labelled
+from interpose.render.labels import token_text
 from interpose.render.svg import picture
 from interpose.render.text import table
 from interpose.results.table import number
@@ -136,7 +137,7 @@ class Scores:
         if self.tokens is not None:
             for name in _POSITIONS:
                 if name in self.axes:
-                    found[name] = [f"{at} {printable(self.tokens[at])}" for at in self.axes[name]]
+                    found[name] = [f"{at} {token_text(self.tokens[at])}" for at in self.axes[name]]
         return found
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -207,12 +208,12 @@ class Scores:
 
     def html(self) -> str:
         """Heat maps or bars with their labels, how they were made, and what they show; nothing is loaded."""
-        about = "".join(f"<br>{escape(line)}" for line in self.lines())
-        shows = f'<p class="note">{escape(self.evidence)}</p>' if self.evidence else ""
+        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
+        shows = f'<p class="note">{escape.html(self.evidence)}</p>' if self.evidence else ""
         names, rows = self._strongest()
         strongest = html_table(names, rows, title="The strongest places")
         body = self.view().html() + (strongest if len(self.axes) > 1 else "")
-        return f'<div style="font-size:14px"><p><b>{escape(self.title)}</b>{about}</p>{body}{shows}</div>'
+        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{body}{shows}</div>'
 
     def _repr_html_(self) -> str:
         return self.html()

@@ -229,7 +229,7 @@ def must_have_units(value: Tensor, neurons: Sequence[int], hook: HookPoint) -> N
     count = value.shape[-1]
     for neuron in neurons:
         if not -count <= neuron < count:
-            raise IndexError(f"neurons: {hook.name!r} has {count} features; got {neuron}.")
+            raise IndexError(f"neuron: {hook.name!r} has {count} features; got {neuron}.")
 
 
 def in_order(cells: Sequence[Changes], rows: Sequence[Row]) -> list[int]:

@@ -37,7 +37,7 @@ class Task:
         cells: where.
         metrics: what is measured.
         edit: what makes the edit of a cell; None to patch.
-        denoise: whether clean values go into corrupted runs, rather than the other way round.
+        patch: which run's values go into the other: ``clean`` or ``corrupt``.
         plan: one of `PLANS`.
         max_rows: how many rows run together; None for as many as fit.
         total: how many examples the dataset has.
@@ -51,7 +51,7 @@ class Task:
     cells: Sequence[Cell]
     metrics: Sequence[Metric]
     edit: Callable[[Cell], Any] | None
-    denoise: bool
+    patch: str
     plan: str
     max_rows: int | None
     total: int
@@ -92,7 +92,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
         batch: the examples.
         step: told how many rows are done.
     """
-    backwards = task.denoise and batch.corrupt is not None
+    backwards = task.patch == "clean" and batch.corrupt is not None
     given, other = (batch.corrupt, batch.clean) if backwards else (batch.clean, batch.corrupt)
     assert given is not None
     proof = prove(task.model)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from interpose.render import escape
 from interpose.render.html import Markup, html_table, page
-from interpose.render.labelled import Labelled, printable
+from interpose.render.labelled import Labelled
+from interpose.render.labels import token_text
 from interpose.render.text import table
 from interpose.results.bootstrap import bootstrap
 
@@ -36,13 +37,13 @@ def as_text(result: SweepResult) -> str:
 
 def as_html(result: SweepResult) -> str:
     """The result as HTML, without a document around it."""
-    about = "".join(f"<br>{escape(line)}" for line in _lines(result, "grey"))
-    parts = [f"<p><b>{escape(title(result))}</b>{about}</p>"]
+    about = "".join(f"<br>{escape.html(line)}" for line in _lines(result, "grey"))
+    parts = [f"<p><b>{escape.html(title(result))}</b>{about}</p>"]
     for number, name in enumerate(result.metrics):
         meaning, shown = view(result, number)
         if result.several:
-            parts.append(f"<h3>{escape(name)}</h3>")
-        parts.append(f'<p class="note">{escape(meaning)}</p>')
+            parts.append(f"<h3>{escape.html(name)}</h3>")
+        parts.append(f'<p class="note">{escape.html(meaning)}</p>')
         drawn = [shown.html()]
         if len(result.axes) > 1:
             many = len(result.axes) > 2 or result.values.shape[-1] > _MANY
@@ -107,7 +108,7 @@ def view(result: SweepResult, number: int = 0, *, terminal: bool = False) -> tup
         way = float((result.clean[number] - result.corrupt[number]).mean().abs())
         if way > max(floor, 1e-6):
             values, what = one(result.normalised), "share"
-            other = "clean" if result.direction == "denoise" else "corrupt"
+            other = "clean" if result.patch == "clean" else "corrupt"
             meaning = f"how much of the way to the {other} run each place goes (1 is all of it)"
             most = float(values.nan_to_num(0, 0, 0).abs().max())
             limit = max(1.0, most) if most > _FAINT else most or 1.0
@@ -124,7 +125,7 @@ def _labels(result: SweepResult, axis: str, terminal: bool) -> list[str]:
     labels = result.labels[axis]
     if axis != "pos" or result.tokens is None:
         return labels
-    shown = [printable(token) for token in labels]
+    shown = [token_text(token) for token in labels]
     if terminal:
         return shown
     return [f"{pos} {token}" for pos, token in zip(result.axes["pos"], shown)]

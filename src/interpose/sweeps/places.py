@@ -58,7 +58,7 @@ class Places:
                 and (isinstance(made, slice) or len(made) != 1)
             ):
                 raise ValueError(
-                    f"{selection.PLURAL[axis]}={given!r}: the sweep does not go over {axis!r}, so that all its places "
+                    f"{axis}={given!r}: the sweep does not go over {axis!r}, so that all its places "
                     f"would change these together. Add {axis!r} to over={self.over}, give one, or make an edit that "
                     f"changes several: edit=lambda site, **part: ip.zero(site, {axis}={given!r}, **part)."
                 )
@@ -132,7 +132,7 @@ class Places:
             )  # whether they are there is seen later
         if len(found) != 1 or found[0] is None:
             raise ValueError(
-                f"it is not known how many features {self.sites} have: give neurons=[...]."
+                f"it is not known how many features {self.sites} have: give neuron=[...]."
             )
         return int(found[0])
 

@@ -20,7 +20,9 @@ from interpose.results.bootstrap import Interval, bootstrap
 from interpose.sweeps import page
 from interpose.sweeps.planning import Tally
 
-FORMAT, VERSION = "interpose.sweep", 2
+FORMAT, VERSION = "interpose.sweep", 3
+OF_DIRECTION = {"denoise": "clean", "noise": "corrupt"}
+"""What old files call the run whose values go into the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -34,7 +36,7 @@ class SweepResult:
         each: every number, [metric, *axes, example].
         clean: the metric of the clean run, [metric, example].
         corrupt: of the corrupted run; None if there was none.
-        direction: ``denoise`` or ``noise``.
+        patch: which run's values went into the other: ``clean`` or ``corrupt``.
         tally: what ran, and what it took.
         noise: in 16 bits, how far rounding alone moved each metric, [metric, draw, example]; no draws in 32 bits.
         tokens: of the clean text, if there was one alone.
@@ -52,7 +54,7 @@ class SweepResult:
     each: Tensor
     clean: Tensor
     corrupt: Tensor | None
-    direction: str
+    patch: str
     tally: Tally
     noise: Tensor
     tokens: list[str] | None
@@ -78,9 +80,7 @@ class SweepResult:
     @property
     def baseline(self) -> Tensor:
         """The metric of the run that was changed, [metric, example]."""
-        return (
-            self.corrupt if self.corrupt is not None and self.direction == "denoise" else self.clean
-        )
+        return self.corrupt if self.corrupt is not None and self.patch == "clean" else self.clean
 
     @property
     def effect(self) -> Tensor:
@@ -149,7 +149,7 @@ class SweepResult:
         """From the changed run to the other, [metric, 1..., example]."""
         if self.corrupt is None:
             raise ValueError("without a second text there is no whole way to take a share of.")
-        other = self.clean if self.direction == "denoise" else self.corrupt
+        other = self.clean if self.patch == "clean" else self.corrupt
         return self._spread(other - self.baseline)
 
     def _spread(self, ends: Tensor) -> Tensor:
@@ -225,10 +225,13 @@ class SweepResult:
         words = dict(data)
         if words.pop("format", None) != FORMAT:
             raise ValueError("this is no result of a sweep, as SweepResult.to_dict writes them.")
-        if (version := words.pop("version", None)) != VERSION:
+        version = words.pop("version", None)
+        if version not in (2, VERSION):
             raise ValueError(
-                f"this result is of version {version!r}, and this interpose reads version {VERSION}."
+                f"this result is of version {version!r}, and this interpose reads versions 2 and {VERSION}."
             )
+        if version == 2 and words.get("direction") in OF_DIRECTION:
+            words["patch"] = OF_DIRECTION[words.pop("direction")]
         there = {option.name for option in dataclasses.fields(cls)}
         if set(words) != there:
             wrong = sorted(set(words) - there) or sorted(there - set(words))

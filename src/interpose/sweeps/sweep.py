@@ -37,11 +37,11 @@ def sweep(
     over: str | Sequence[str] = ("layer", "pos"),
     metric: Metric | Callable[[Tensor], Any] | Mapping[str, Any],
     edit: Callable[..., Any] | None = None,
-    direction: str = "denoise",
-    layers: Some = None,
-    heads: Some = None,
-    neurons: Some = None,
-    positions: Some = None,
+    patch: str = "clean",
+    layer: Some = None,
+    head: Some = None,
+    neuron: Some = None,
+    pos: Some = None,
     plan: str = "auto",
     align: str | None = None,
     prepend_bos: bool | None = None,
@@ -73,11 +73,11 @@ def sweep(
             example, or several by name.
         edit: what to do at each place instead of patching: a class of edit (``ip.zero``), or a function that makes
             one, called with the site's name and ``head=``, ``neuron=``, ``pos=`` as they apply.
-        direction: ``denoise`` puts clean values into corrupted runs; ``noise`` corrupted ones into clean runs.
-        layers: which: a number, several, a slice; by default all that have the site.
-        heads: which; all by default. A single one of layers, heads, neurons, positions need not be an axis.
-        neurons: which features of the site's last axis.
-        positions: which.
+        patch: which run's values go into the other: ``clean`` ones into corrupted runs, or ``corrupt`` ones into clean.
+        layer: which: a number, several, a slice; by default all that have the site.
+        head: which; all by default. A single layer, head, neuron or position need not be an axis.
+        neuron: which features of the site's last axis.
+        pos: which positions.
         plan: ``wavefront``, ``batches`` or ``one per cell``, to insist; by default the cheapest that is proven.
         align: ``end`` pads the shorter text of a pair (over positions: of all) at the left; by default it is refused.
         prepend_bos: as in ``to_tokens``, for texts.
@@ -91,11 +91,11 @@ def sweep(
             model=model,
             sites=site,
             over=(over,) if isinstance(over, str) else tuple(over),
-            chosen={"layer": layers, "head": heads, "neuron": neurons, "pos": positions},
+            chosen={"layer": layer, "head": head, "neuron": neuron, "pos": pos},
         ),
         metrics=dict(metric) if isinstance(metric, Mapping) else {"metric": metric},
         edit=edit,
-        direction=direction,
+        patch=patch,
         plan=plan,
         max_rows=max_rows,
     )
@@ -119,15 +119,15 @@ class _Sweep:
     places: Places
     metrics: dict[str, Any]
     edit: Callable[..., Any] | None
-    direction: str
+    patch: str
     plan: str
     max_rows: int | None
 
     def __post_init__(self) -> None:
         if self.plan not in PLANS:
             raise ValueError(f"plan is one of {', '.join(PLANS)}; got {self.plan!r}")
-        if self.direction not in ("denoise", "noise"):
-            raise ValueError(f"direction is 'denoise' or 'noise'; got {self.direction!r}")
+        if self.patch not in ("clean", "corrupt"):
+            raise ValueError(f"patch is 'clean' or 'corrupt'; got {self.patch!r}")
         if self.model.training:
             raise Unsupported(
                 "a sweep compares runs that differ in one place alone, but the model is in training mode. Call "
@@ -182,7 +182,7 @@ class _Sweep:
                 each=each[at].reshape(shape),
                 clean=clean[at],
                 corrupt=None if parts[0].corrupt is None else corrupt[at],
-                direction=self.direction,
+                patch=self.patch,
                 tally=tally,
                 noise=noise[at],
                 tokens=self._tokens(parts),
@@ -210,7 +210,7 @@ class _Sweep:
             cells=cells,
             metrics=list(self.metrics.values()),
             edit=None if self.edit is None else functools.partial(_edit_at, self.edit),
-            denoise=self.direction == "denoise",
+            patch=self.patch,
             plan=self.plan,
             max_rows=self.max_rows,
             total=total,
