@@ -116,6 +116,7 @@ from interpose.errors import (
     Cancelled as Cancelled,
     EditError as EditError,
     EditShapeError as EditShapeError,
+    FileError as FileError,
     GradientError as GradientError,
     InterposeError as InterposeError,
     NeverFired as NeverFired,

@@ -8,6 +8,7 @@ InterposeError
 ├── EditError         (ValueError)    an edit the model cannot take
 │   └── EditShapeError                its shape, dtype kind, device or container is wrong
 ├── NothingSelected   (ValueError)    a selector that means no part of a value
+├── FileError         (ValueError)    a file, or data as files have it, that is not what it should be
 ├── NonFinite         (ValueError)    a value or gradient with NaN or Inf, where one was looked for
 ├── StaleValue        (RuntimeError)  a value kept without a copy was changed since
 ├── GradientError     (RuntimeError)  a gradient that cannot be had, or would be wrong
@@ -53,6 +54,13 @@ class EditShapeError(EditError):
 
 class NothingSelected(InterposeError, ValueError):
     """A selector that means no part of a value."""
+
+
+class FileError(InterposeError, ValueError):
+    """A file, or data as files have it, that is not what it should be; or a place where no file can be written."""
+
+    field: str = ""
+    """Which field is wrong, such as ``edits[0].layer``."""
 
 
 class NonFinite(InterposeError, ValueError):

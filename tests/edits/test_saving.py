@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.edits.files import write_whole
+from interpose.files.writing import write_whole
 from tests.edits.models import ids, talking, wrapped
 
 VECTOR = torch.linspace(-2, 2, 32)

@@ -20,9 +20,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from interpose.edits.files import write_whole
 from interpose.engine.cache import Cache
 from interpose.errors import EditError
+from interpose.files.writing import write_whole
 from interpose.sites.tree import Site
 
 VERSION = 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
+from interpose.files.writing import replacing
 from interpose.render.text import human_bytes, table
 from interpose.sites.tree import Site
 from interpose.taps import values
@@ -173,7 +174,8 @@ class Cache(Mapping[str, Tensor]):
             )
         tensors = {name: self[name].detach().contiguous().clone() for name in set(same.values())}
         about = {"same": same, "aliases": self._aliases, "calls": self._calls}
-        save_file(tensors, path, metadata={"interpose.cache": json.dumps(about)})
+        with replacing(path) as unfinished:
+            save_file(tensors, unfinished, metadata={"interpose.cache": json.dumps(about)})
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "cpu") -> Cache:

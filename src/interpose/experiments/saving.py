@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from interpose.edits.edit import Edit
-from interpose.edits.files import write_whole
 from interpose.experiments.tensors import expressions, raw
+from interpose.files.writing import write_whole
 from interpose.sweeps.metrics import Metric
 from interpose.sweeps.result import OF_DIRECTION
 

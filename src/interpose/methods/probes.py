@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.files.writing import write_whole
 from interpose.methods.layers import sites_in
 from interpose.methods.linear_fits import Affine, Data, Task, fitted, measures, predicted
 from interpose.models.selection import Some
@@ -87,17 +87,8 @@ class Probe:
 
         about = {"site": self.site, "layer": self.layer, "head": self.head, "kind": self.kind}
         metadata = {_FORMAT: json.dumps({**about, "classes": self.classes, "version": 1})}
-        raw = save({"weight": self.weight.cpu(), "bias": self.bias.cpu()}, metadata=metadata)
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with unfinished.open("wb") as file:
-                file.write(raw)
-                file.flush()
-                os.fsync(file.fileno())
-            return unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        tensors = {"weight": self.weight.cpu(), "bias": self.bias.cpu()}
+        return write_whole(path, save(tensors, metadata=metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Probe:

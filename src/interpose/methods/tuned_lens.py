@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.files.writing import replacing
 from interpose.progress import ShowProgress, tracked
 
 if TYPE_CHECKING:
@@ -143,17 +143,12 @@ class TunedLens:
         """Write it as safetensors, with everything else as JSON in its header; whole, or not at all."""
         from safetensors.torch import save_file
 
-        path = Path(path)
         kept = {"matrices": self.matrices, "offsets": self.offsets, "kl": self.kl}
         about = {"shape": json.dumps(self.shape), "protocol": json.dumps(self.protocol)}
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-        try:
-            tensors = {name: value.cpu().contiguous() for name, value in kept.items()}
+        tensors = {name: value.cpu().contiguous() for name, value in kept.items()}
+        with replacing(path) as unfinished:
             save_file(tensors, unfinished, metadata={"format": _FORMAT, **about})
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return path
+        return Path(path)
 
     @staticmethod
     def load(path: str | Path, model: Any) -> TunedLens:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from interpose.engine.model import Model
 from interpose.errors import SiteNotFound
+from interpose.files.writing import write_whole
 from interpose.models.loading import as_model
 from interpose.render import colours, escape, png
 from interpose.render.html import Markup, image, page, write
@@ -109,8 +110,8 @@ class FeatureMaps:
         if path.suffix == ".html":
             return write(path, page("Feature maps", self.html()))
         if path.suffix == ".png":
-            path.write_bytes(png.encode(_stacked([grid.pixels() for grid in self.grids]).numpy()))
-            return path
+            picture = _stacked([grid.pixels() for grid in self.grids])
+            return write_whole(path, png.encode(picture.numpy()))
         raise ValueError(f"save writes .png or .html; got {str(path)!r}.")
 
 

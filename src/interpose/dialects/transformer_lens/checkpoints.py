@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from interpose.files.writing import replacing
+
 # What may differ when a training is taken up again; all else decides its numbers.
 FREE = tuple("num_epochs device save_every save_dir wandb wandb_project_name print_every".split())
 
@@ -22,9 +24,10 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, settings: dict[str
     """Write ``step_N.pt``: the states of model and optimizer, the steps done, the settings."""
     folder.mkdir(parents=True, exist_ok=True)
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    partly = folder / f"step_{step}.partly"  # a stop while writing leaves no broken checkpoint
-    torch.save(states | {"step": step, "config": settings}, partly)
-    return partly.replace(folder / f"step_{step}.pt")
+    path = folder / f"step_{step}.pt"
+    with replacing(path) as unfinished:  # a stop while writing leaves no broken checkpoint
+        torch.save(states | {"step": step, "config": settings}, unfinished)
+    return path
 
 
 def load(place: Path, model: Any, optimizer: Any, settings: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from interpose.dialects.transformer_lens.scratch.points import Point
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.dialects.transformer_lens.scratch.wiring import PointTable, anatomy_of
 from interpose.engine.model import Model
+from interpose.files.writing import replacing, write_whole
 from interpose.models import loading
 from interpose.models.discovery.anatomy import Anatomy
 from interpose.models.naming.tree import SemanticTree
@@ -88,11 +89,12 @@ def save(module: Transformer, folder: Path) -> None:
     """Write a config and weights to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shown = {**module.cfg.to_dict(), "dtype": str(module.cfg.dtype), "device": None}
-    (folder / CONFIG).write_text(json.dumps(shown, indent=1))
     weights: dict[str, Tensor] = {
         name: value.contiguous() for name, value in module.state_dict().items()
     }
-    save_file(weights, folder / WEIGHTS)
+    with replacing(folder / WEIGHTS) as unfinished:
+        save_file(weights, unfinished)
+    write_whole(folder / CONFIG, json.dumps(shown, indent=1))
 
 
 def saved(name: str) -> bool:

@@ -1,0 +1,174 @@
+"""Files that come from anywhere, read so that whatever is in them ends in a value or in an error with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interpose.errors import FileError
+from interpose.files.schema import Kind, Place, shown
+from interpose.files.writing import kind_of_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEPTH = 50
+"""How deep lists and objects may lie in one another."""
+LARGEST = 2**31
+"""How many bytes a JSON file may have."""
+
+
+def read_json(path: str | Path, kind: Kind | None = None, *, most: int = LARGEST) -> Any:
+    """What a JSON file holds, checked.
+
+    Args:
+        path: a regular file.
+        kind: what it should hold; see `interpose.files.schema`.
+        most: how many bytes it may have.
+    """
+    place = Place(repr(str(path)))
+    raw = _regular(path, most).read_bytes()
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{place.source} is no JSON: byte {error.start} is no UTF-8.") from None
+    return parse_json(text, kind, place.source)
+
+
+def parse_json(text: str, kind: Kind | None = None, source: str = "this text") -> Any:
+    """What JSON says, checked; no NaN, no field twice, nothing that lies too deep.
+
+    Args:
+        text: as JSON.
+        kind: what it should hold.
+        source: what errors call it.
+    """
+    try:
+        data = json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once
+        )
+    except RecursionError:
+        raise FileError(f"{source} has lists in lists, deeper than {DEPTH}.") from None
+    except ValueError as error:
+        raise FileError(f"{source} is no JSON: {error}") from None
+    _must_be_shallow(data, source)
+    return data if kind is None else kind(data, Place(source))
+
+
+def read_tensors(
+    path: str | Path, device: Any = "cpu", *, what: str = "a safetensors file"
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file by name, and the texts of its header.
+
+    Args:
+        path: a regular file.
+        device: where to put them.
+        what: what it should be, for errors.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = _regular(path, None)
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return tensors, dict(opened.metadata() or {})
+    except (
+        SafetensorError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+    ) as error:
+        raise FileError(f"{str(path)!r} is not {what}: {error}") from None
+
+
+def header(texts: dict[str, str], name: str, kind: Kind, path: str | Path, writer: str) -> Any:
+    """One text of a safetensors header that is JSON, checked.
+
+    Args:
+        texts: of the header.
+        name: which of them.
+        kind: what it should hold.
+        path: the file, for errors.
+        writer: what writes such files, for errors.
+    """
+    if name not in texts:
+        raise FileError(f"{str(path)!r} is not what {writer} writes: its header has no {name!r}.")
+    return parse_json(texts[name], kind, repr(str(path)))
+
+
+def must_have(
+    tensors: dict[str, Tensor], sizes: dict[str, int], path: str | Path, writer: str
+) -> None:
+    """Refuse tensors that are not these floating ones with so many axes.
+
+    Args:
+        tensors: that were read.
+        sizes: how many axes each should have, by name.
+        path: the file, for errors.
+        writer: what writes such files, for errors.
+    """
+    if set(tensors) != set(sizes):
+        there = ", ".join(shown(name, 30) for name in sorted(tensors)[:6]) or "none"
+        raise FileError(
+            f"{str(path)!r} is not what {writer} writes: its tensors are {there}, and should be {', '.join(sizes)}."
+        )
+    for name, axes in sizes.items():
+        tensor = tensors[name]
+        if tensor.ndim != axes or not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise FileError(
+                f"{str(path)!r}: {name} is {kind} of shape {tuple(tensor.shape)}, and should be floating with "
+                f"{axes} axes."
+            )
+
+
+def _regular(path: str | Path, most: int | None) -> Path:
+    """A file that can be read to its end."""
+    file = Path(path)
+    try:
+        there = file.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {str(path)!r}.") from None
+    except ValueError as error:  # a zero byte in the name
+        raise FileError(f"{str(path)!r} is no name of a file: {error}") from None
+    if stat.S_ISDIR(there.st_mode):
+        raise IsADirectoryError(f"{str(path)!r} is a folder, and a file is read here.")
+    if not stat.S_ISREG(there.st_mode):
+        raise FileError(f"{str(path)!r} is {kind_of_file(there.st_mode)}, and a file is read here.")
+    if most is not None and there.st_size > most:
+        raise FileError(f"{str(path)!r} has {there.st_size} bytes, and may have {most}.")
+    return file
+
+
+def _no_constant(word: str) -> float:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def _finite(word: str) -> float:
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {word[:30]} is too large")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the field {shown(twice, 30)} is there twice")
+    return found
+
+
+def _must_be_shallow(data: Any, source: str) -> None:
+    level = [data] if isinstance(data, (dict, list)) else []
+    for _ in range(DEPTH):
+        parts = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [part for some in parts for part in some if isinstance(part, (dict, list))]
+    if level:
+        raise FileError(f"{source} has lists in lists, deeper than {DEPTH}.")
