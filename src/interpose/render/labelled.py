@@ -78,6 +78,16 @@ class Labelled:
             parts.append(f"<p>... and more: the first {_MOST_GRIDS} are shown.</p>")
         return "".join(parts)
 
+    def single(self) -> Grid:
+        """All numbers as one grid, for a picture."""
+        if len(self.labels) > 2 or not self.values.numel():
+            raise ValueError(
+                f"a picture is of one or two axes; here there are {', '.join(self.labels)}. Save a page, which shows "
+                "them all; of Scores, pick(...) and sum(...) leave fewer."
+            )
+        ((_, grid),) = self.grids()
+        return grid
+
     def grids(self) -> Iterator[tuple[str, Grid]]:
         """Grids of the last two axes, one for each place on those before them, with its heading."""
         names, labels = list(self.labels), [list(some) for some in self.labels.values()]

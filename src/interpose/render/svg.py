@@ -14,12 +14,7 @@ _FONT = 'font-family="system-ui,sans-serif" font-size="12"'
 
 def picture(shown: Labelled, title: str = "") -> str:
     """One axis as bars, two as a heat map with a number in each cell."""
-    if len(shown.labels) > 2 or not shown.values.numel():
-        raise ValueError(
-            f"a picture is of one or two axes; here there are {', '.join(shown.labels)}. Save a page, which shows them "
-            "all; of Scores, pick(...) and sum(...) leave fewer."
-        )
-    ((_, grid),) = shown.grids()
+    grid = shown.single()
     return _bars(grid, title) if len(shown.labels) == 1 else _map(grid, title)
 
 
