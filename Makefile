@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test exhaustive cpus check format bench zoo pocket clean
+.PHONY: demo test exhaustive cpus changelog check format bench zoo pocket clean
 
 # pip shows what it fetches, and how far it is: torch alone is hundreds of megabytes, and more where it brings CUDA.
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -c constraints.txt
@@ -35,6 +35,10 @@ exhaustive: $(VENV)/.dev
 # Tests whose numbers depend on the CPU, under every set of instructions this CPU has: about half an hour.
 cpus: $(VENV)/.dev
 	$(BIN)/python scripts/cpus.py
+
+# CHANGELOG.md from the fragments in changelog.d.
+changelog:
+	$(PYTHON) -m scripts.changelog
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -46,15 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@app.callback()
-def _about(
-    shown: Annotated[
-        bool, typer.Option("--version", is_eager=True, help="Show the version, and exit.")
-    ] = False,
-) -> None:
-    if shown:
+def _version(asked: bool) -> None:
+    if asked:
         typer.echo(f"interpose {version('interpose')}")
         raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version, and exit."
+        ),
+    ] = False,
+) -> None:
+    del version  # its callback has shown it
 
 
 @app.command()
