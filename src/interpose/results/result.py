@@ -13,11 +13,10 @@ from torch import Tensor
 from interpose.errors import FileError
 from interpose.files.schema import Kind, Place, Record, kind_of
 from interpose.files.writing import write_whole
-from interpose.render import escape
+from interpose.render import escape, png
 from interpose.render.frame import data_frame
 from interpose.render.html import html_table, page
 from interpose.render.labelled import Labelled
-from interpose.render.raster import raster
 from interpose.render.svg import picture
 from interpose.render.text import table
 from interpose.results import loading
@@ -160,7 +159,11 @@ class Result:
         none = dataclasses.MISSING
         record = Record(
             {name: kinds.get(name) or kind_of(hint) for name, hint in hints.items()},
-            [one.name for one in _fields(cls) if (one.default, one.default_factory) != (none, none)],
+            [
+                one.name
+                for one in _fields(cls)
+                if (one.default, one.default_factory) != (none, none)
+            ],
         )
         given = {name: part for name, part in words.items() if name not in cls.SAID}
         return {n: shaped(part, hints[n]) for n, part in record(given, place).items()}
@@ -236,7 +239,7 @@ class Result:
 
     def png(self, title: str | None = None) -> bytes:
         """The same picture as pixels, the bytes of a PNG file."""
-        return raster(self.svg(title))
+        return png.picture(self.view(), self.title if title is None else title)
 
     # Files.
 
