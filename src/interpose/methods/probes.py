@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ class Probe(ip.Result):
         bias: [row].
         classes: the labels; None for numbers.
     """
+
+    FORMER: ClassVar[tuple[str, ...]] = ("interpose.probe",)
 
     site: str
     layer: int

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.files.schema import Kind, Place, Record, kind_of
+from interpose.files.schema import Instance, Kind, MapOf, Place, Record, kind_of
 from interpose.files.writing import write_whole
 from interpose.render import escape, png
 from interpose.render.frame import data_frame
@@ -22,6 +23,7 @@ from interpose.render.text import table
 from interpose.results import loading
 from interpose.results.data import plain, read, shaped
 
+_HELD = MapOf(Instance(object, "anything"))
 _SCREEN = 39  # lines that a result takes in a terminal, at most
 
 
@@ -127,9 +129,9 @@ class Result:
                 f"{source} is a {name} of version {version!r}, and this interpose reads versions 1 to {cls.VERSION}."
             )
         try:
-            words = {
-                key: read(part, tensors or {}, loading.result_of) for key, part in words.items()
-            }
+            kept = tensors or {}
+            inner = partial(loading.result_of, tensors=kept)
+            words = {key: read(part, kept, inner) for key, part in words.items()}
             if version < cls.VERSION:
                 words = cls.brought_up(words)
             return cls(**cls.checked(words, Place(source)))
@@ -158,7 +160,10 @@ class Result:
         hints, kinds = cls.hints(), cls.kinds()
         none = dataclasses.MISSING
         record = Record(
-            {name: kinds.get(name) or kind_of(hint) for name, hint in hints.items()},
+            {
+                name: kinds.get(name) or (_HELD if hint == dict[str, Any] else kind_of(hint))
+                for name, hint in hints.items()
+            },
             [
                 one.name
                 for one in _fields(cls)
@@ -263,7 +268,7 @@ class Result:
 
 
 def _fields(kind: type[Result]) -> tuple[Any, ...]:
-    return tuple(getattr(kind, "__dataclass_fields__", {}).values())
+    return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
 
 
 def shown(value: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from interpose.files.schema import Instance, Kind
+from interpose.render import png
 from interpose.render.frame import data_frame
 from interpose.render.labelled import Labelled
 from interpose.render.svg import picture
@@ -357,7 +358,17 @@ class SweepResult(Scores):
 
     def svg(self, title: str | None = None, *, metric: str | None = None) -> str:
         """One or two axes as a picture for papers and pages, of the first metric or the named one."""
-        return picture(self.view(metric), title=self.title if title is None else title)
+        return picture(self.view(metric), self._titled(metric) if title is None else title)
+
+    def png(self, title: str | None = None, *, metric: str | None = None) -> bytes:
+        """The same picture as pixels, the bytes of a PNG file."""
+        return png.picture(self.view(metric), self._titled(metric) if title is None else title)
+
+    def _titled(self, metric: str | None) -> str:
+        """The title of one metric's picture."""
+        if not self.several:
+            return self.title
+        return f"{metric or self.metrics[0]}: {self.title.removeprefix(f'{self.unit}: ')}"
 
 
 def _furthest(noise: Tensor) -> Tensor:
