@@ -233,8 +233,6 @@ NOT_YET = {
     ("causal_tracing", "layers"),
     ("causal_tracing", "positions"),
     ("causal_tracing", "text"),
-    ("direct_logit_attribution", "layers"),
-    ("direct_logit_attribution", "text"),
     ("patchscope", "target"),
 }
 """Arguments that still have another name; nothing is added here."""
@@ -274,7 +272,6 @@ QUICK = {"batches"}
 NO_PROGRESS_YET = {
     "attention_knockout",
     "causal_tracing",
-    "direct_logit_attribution",
     "patchscope",
     "path_patching",
 }

@@ -139,7 +139,7 @@ def test_neurons_and_heads_add_up_to_their_components(pocket: ip.TransformerMode
 
 def test_only_some_layers_leave_the_others_as_one_part(pocket: ip.TransformerModel) -> None:
     for by in WAYS:
-        found = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by, layers=[5, -1])
+        found = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by, layer=[5, -1])
         whole = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by)
         assert summed(found) == pytest.approx(whole.total, abs=1e-4)
         assert found.rest["other layers"] != 0
@@ -205,9 +205,9 @@ def test_wrong_arguments_say_so_and_nothing_is_left_behind(pocket: ip.Transforme
     ):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="heads")
     with pytest.raises(IndexError, match="layer 7 is not there"):
-        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layers=[7])
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layer=[7])
     with pytest.raises(IndexError, match="layer is empty"):
-        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layers=[])
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layer=[])
     with pytest.raises(TypeError, match=r"pos is one position, a number, .* got ' John'"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", pos=" John")
     before = state_of(pocket.module)
