@@ -294,8 +294,9 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
 
 def all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> list[Hook]:
     """The hooks of a run, in order, from the three ways to give them."""
-    found = [as_hook(item) for item in (*_items(hooks), *_items(fwd_hooks))]
-    for item in _items(bwd_hooks):
+    given = [some for some in (hooks, fwd_hooks) if some != ()]
+    found = [as_hook(item) for some in given for item in _items(some)]
+    for item in _items(bwd_hooks) if bwd_hooks != () else ():
         hook = as_hook(item, "bwd")
         if not isinstance(hook, FunctionHook):
             raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}")
@@ -305,8 +306,8 @@ def all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> list[Hook]:
 
 def _items(given: Any) -> Iterable[Any]:
     """The hooks in a list, in a mapping from sites, or a single one that is not in a list."""
-    if type(given) is list or given == ():
-        return given  # type: ignore[no-any-return]
+    if type(given) is list:
+        return given
     if isinstance(given, Mapping):
         return given.items()
     one_pair = isinstance(given, tuple) and len(given) == 2 and callable(given[1])

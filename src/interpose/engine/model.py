@@ -204,7 +204,7 @@ class Model(StandingHooks):
         self._beware_of_typos(kwargs, ("fwd_hooks", "bwd_hooks", "hooks", "check_finite"))
         everything = all_hooks(hooks, fwd_hooks, bwd_hooks)
         with Scope(self, everything, check_finite=check_finite, single_run=True) as scope:
-            return scope.forward(lambda: self(*args, **kwargs), kwargs)
+            return scope.forward(functools.partial(self, *args, **kwargs))
 
     def run_with_cache(
         self,
@@ -266,7 +266,7 @@ class Model(StandingHooks):
             stop=stop,
             check_finite=check_finite,
         )
-        output = run.run(lambda: self(*args, **kwargs), kwargs, incl_bwd)
+        output = run.run(functools.partial(self, *args, **kwargs), incl_bwd)
         return (None if stop else output), run.cache()
 
     def record(

@@ -27,7 +27,6 @@ from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
 from interpose.models.weights.weights import Weights
 from interpose.sites.tree import ModuleTree, Site
-from interpose.taps.context import Whereabouts
 
 
 class TransformerModel(Text, Forward, Weights, Model):
@@ -112,9 +111,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *OURS})
 
-    def whereabouts(self, arguments: Mapping[str, Any]) -> Whereabouts:
-        """Where in a text a forward pass with these arguments is."""
-        return generation.whereabouts(self, arguments)
+    whereabouts = generation.whereabouts
 
     def beginnings(self) -> list[Site]:
         """Where forward passes begin: at the root, and at parts of it that generate text by themselves."""

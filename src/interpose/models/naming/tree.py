@@ -26,7 +26,7 @@ class SemanticTree(ModuleTree):
         self._discover = discover
         self._table: Table | None = None
         self._asked: dict[str, Site] = {}
-        self._globs: dict[str, list[tuple[Site, bool]]] = {}
+        self._selected: dict[str, list[tuple[Site, bool]]] = {}
         self._meanings: dict[str, str] = {}
 
     @property
@@ -109,14 +109,14 @@ class SemanticTree(ModuleTree):
         self._table = None
         self._meanings.clear()
         self._asked.clear()
-        self._globs.clear()
+        self._selected.clear()
 
     def withdraw(self, name: str, reason: str) -> None:
         """Offer a site no more."""
         self.table.sites.pop(name, None)
         self.table.absent[name] = reason
         self._asked.clear()
-        self._globs.clear()
+        self._selected.clear()
 
     def blocks(self, prefix: str = "") -> int:
         """How many blocks a tower has."""
@@ -132,6 +132,8 @@ class SemanticTree(ModuleTree):
 
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means; patterns and callables range over canonical names."""
+        if isinstance(wanted, str) and (known := self._selected.get(wanted)) is not None:
+            return known
         if wanted is None:
             if not self.table.sites:
                 return super().select(None)
@@ -154,20 +156,22 @@ class SemanticTree(ModuleTree):
             return list(found.values())
         return super().select(wanted)
 
-    def _select_name(self, name: str) -> list[tuple[Site, bool]]:
+    def _select_name(self, asked: str) -> list[tuple[Site, bool]]:
+        name = asked
         if not is_glob(name):
             kind = name.removeprefix("hook_")
             if kind in names.kinds() and not super().leads_somewhere(name):
                 main = "" if self.blocks() else "decoder."
                 name = main + names.of_kind(kind, "*")
             else:
-                return [(self.site(name), True)]
-        hits = self._globs.get(name)
-        if hits is None:
-            regex = compile_glob(names.canonical(name))
-            hits = [(s, False) for key, s in self.table.sites.items() if regex.fullmatch(key)]
-            self._globs[name] = hits
+                found = [(self.site(name), True)]
+                if name in self._asked:
+                    self._selected[name] = found
+                return found
+        regex = compile_glob(names.canonical(name))
+        hits = [(s, False) for key, s in self.table.sites.items() if regex.fullmatch(key)]
         if hits:
+            self._selected[asked] = hits
             return hits
         if names.looks_semantic(name):
             raise NothingMatched(self._nothing(f"the glob {name!r}"))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interpose.models.running import masks
 from interpose.models.running.padding import accepts
-from interpose.models.running.text import is_text
+from interpose.models.running.text import raise_empty, texts_in
 
 Row = dict[str, Tensor]
 """What the module takes for one text, each [pos]: ``input_ids``, and what a mapping has besides.
@@ -53,8 +53,9 @@ def read(
     if isinstance(given, Mapping):
         return _of_mapping(model, given)
     given = given if isinstance(given, (str, Tensor)) else list(given)
-    if is_text(given):
-        return _of_texts(model, [given] if isinstance(given, str) else given, prepend_bos, truncate)
+    texts = texts_in(given)
+    if texts is not None:
+        return _of_texts(model, texts, prepend_bos, truncate)
     tokens = _tokens(given, "texts are strings, or tokens")
     return _without_padding({"input_ids": tokens}, _known(model, tokens), model.device)
 
@@ -103,7 +104,8 @@ def _of_texts(
     model: Any, texts: Sequence[str], prepend_bos: bool | None, truncate: bool
 ) -> list[Row]:
     found = model._encode(texts, prepend_bos, truncate)
-    model._must_not_be_empty(texts, found)
+    if not all(found):
+        raise_empty(texts, found)
     most, longest = model._longest_text(), max(map(len, found))
     if not truncate and most is not None and longest > most:
         raise ValueError(
