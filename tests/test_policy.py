@@ -20,6 +20,7 @@ PACKAGE = Path(ip.__file__).parent
 LAYERS = [
     "errors",
     "files",
+    "precision",
     "progress",
     "render",
     "results",
@@ -157,6 +158,7 @@ def test_methods_of_the_field_use_the_public_surface_alone() -> None:
     assert len(METHODS) >= 20
     allowed = (
         "interpose.files.",
+        "interpose.precision",
         "interpose.progress",
         "interpose.render",
         "interpose.results.",

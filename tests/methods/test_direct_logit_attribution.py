@@ -229,3 +229,29 @@ def test_it_prints_saves_and_shows_itself(pocket: ip.TransformerModel, by: str) 
     assert "<script" not in found.html()
     assert "http" not in found.html()
     assert len(found.html()) < 60_000
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite"])
+def test_float64_is_kept(name: str) -> None:
+    model, (tokens, other) = (
+        ip.wrap(tiny.build(name).requires_grad_(False).double()),
+        oracle.pair(batch=2),
+    )
+    with torch.no_grad():
+        logits = before_the_cap(model.module, tokens)
+    for by in WAYS:
+        found = ip.direct_logit_attribution(model, tokens, answer=5, instead=8, by=by)
+        assert found.values.dtype == torch.float64
+        assert summed(found) == pytest.approx(float((logits[:, 5] - logits[:, 8]).mean()), abs=1e-5)
+    compared = ip.compare_prompts(model, tokens, other, answer=5, progress=False)
+    assert compared.values.dtype == torch.float64
+    assert compared.attribution.sum() + sum(compared.rest.values()) == pytest.approx(compared.total)
+
+
+def test_it_tells_how_far_it_is(pocket: ip.TransformerModel) -> None:
+    told: list[tuple[int, int | None]] = []
+    texts = [TEXT, "The capital of Japan is", "Hello"]
+    ip.direct_logit_attribution(
+        pocket, texts, answer=" Mary", batch_size=1, progress=lambda *done: told.append(done)
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.stream.formula import wide
+from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
 from interpose.render import escape
 from interpose.render.html import Markup, bar, html_table

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.layers import Layers, chosen_layers
-from interpose.models.stream.formula import wide
+from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
 from interpose.render.labelled import Labelled
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.stream.formula import Formula, wide
+from interpose.precision import wide
 
 RULES = ("norm", "activation", "gate", "attention")
 
@@ -114,10 +114,12 @@ class _HeldNorm(torch.autograd.Function):
     """A norm's output as it is; its gradient with the scale as a constant."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, norm: Formula) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, norm: ip.Formula) -> Tensor:
         # y = factor * x / scale + summand: the scale is how much longer the one side is than the other.
         core = norm.through(wide(x))
-        size = (wide(y) - norm.summand).norm(dim=-1, keepdim=True) / core.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        size = (wide(y) - norm.summand).norm(dim=-1, keepdim=True) / core.norm(
+            dim=-1, keepdim=True
+        ).clamp_min(1e-30)
         ctx.save_for_backward(size)
         ctx.norm = norm
         return y.clone()

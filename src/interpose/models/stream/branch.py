@@ -11,8 +11,9 @@ from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block
-from interpose.models.stream.formula import Formula, formula_at, norm_at, wide
+from interpose.models.stream.formula import Formula, formula_at, norm_at
 from interpose.models.weights.views import Getter, block_weights
+from interpose.precision import wide
 
 UNITS = {
     "attn": ("attn.hook_z", "attn.W_O", "attn.b_O"),
@@ -168,4 +169,4 @@ def branches_of(
             why_not=why_not,
             _weights=weights,
         )
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].step))

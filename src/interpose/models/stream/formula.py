@@ -11,6 +11,7 @@ from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block, Norm
+from interpose.precision import wide
 from interpose.taps.context import unheard
 
 if TYPE_CHECKING:
@@ -80,11 +81,6 @@ class Formula:
         if isinstance(self.factor, Tensor):
             return x * self.factor.to(x.device)
         return x if self.factor == 1 else x * self.factor
-
-
-def wide(value: Tensor) -> Tensor:
-    """In float32 at least."""
-    return value if value.dtype == torch.float64 else value.float()
 
 
 def norm_at(model: TransformerModel, path: str) -> Norm | None:
@@ -168,12 +164,14 @@ def _settled(module: torch.nn.Module, measured: Formula, own: Tensor) -> Formula
     close = 1e-5 if own.dtype.itemsize >= 4 else 1e-2
 
     def says(settled: Tensor, found: Tensor) -> bool:
-        room = close * (1 + float(found[found.isfinite()].abs().max()))
-        return settled.numel() == len(found) and torch.allclose(
-            settled.reshape(-1), found, rtol=0, atol=room, equal_nan=True
-        )
+        if settled.numel() != len(found):
+            return False
+        told = found.isfinite()
+        far = (settled.reshape(-1) - found)[told].abs()
+        return bool((far <= close * (1 + found[told].abs().max())).all())
 
     factor = next((one for one in factors if says(one, measured.factor)), None)
     if factor is None or not says(summand, measured.summand):
         return replace(measured, exact=False)
-    return replace(measured, factor=factor.reshape(-1), summand=summand.reshape(-1))
+    # Copies: the parameters are the model's, and will change.
+    return replace(measured, factor=factor.reshape(-1).clone(), summand=summand.reshape(-1).clone())

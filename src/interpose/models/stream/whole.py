@@ -16,13 +16,14 @@ from interpose.models.knowledge import known
 from interpose.models.reach.lenses import Times
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.stream.branch import Branch, branches_of
-from interpose.models.stream.formula import Formula, formula_at, wide
+from interpose.models.stream.formula import Formula, formula_at
 from interpose.models.weights.weights import main_tower
+from interpose.precision import wide
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
 
-_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logits_soft_cap")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """What configs call a soft cap: a large one hardly bends small logits, so that these alone may not show it."""
 _ENDS = ("hook_embed", "hook_pos_embed", "blocks.0.hook_resid_pre", "ln_final.hook_normalized")
 _NO_SUM = "it is not what its heads or neurons write and a bias, normed or times a number"
@@ -104,7 +105,7 @@ class Stream:
 
     @property
     def logit_multiplier(self) -> float | None:
-        """What the unembedding's output is multiplied with (granite, cohere); None if more is done, as by a soft cap."""
+        """What the unembedding's output is multiplied with (granite, cohere); None if more is done (a soft cap)."""
         return self._found().logits
 
     @property
