@@ -45,8 +45,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 PLURAL = {
     "attention_knockout",
     "causal_tracing",
-    "direct_logit_attribution",
-}
+    }
 
 
 @pytest.fixture(scope="module")
