@@ -19,6 +19,8 @@ PACKAGE = Path(ip.__file__).parent
 # From the bottom up; a layer imports only layers before it. `render` knows no other but `files`.
 LAYERS = [
     "errors",
+    "names",
+    "explain",
     "files",
     "precision",
     "progress",

@@ -55,6 +55,12 @@ from interpose.methods.batches import Batch as Batch, batches as batches
 from interpose.sweeps import metrics as metrics
 from interpose.sweeps.result import SweepResult as SweepResult
 from interpose.sweeps.sweep import sweep as sweep
+from interpose.sweeps.variants import (
+    Variant as Variant,
+    VariantRun as VariantRun,
+    VariantRuns as VariantRuns,
+    run_variants as run_variants,
+)
 
 # Methods
 from interpose.methods.ablation import ablation as ablation

@@ -45,7 +45,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 PLURAL = {
     "attention_knockout",
     "causal_tracing",
-    }
+}
 
 
 @pytest.fixture(scope="module")
