@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,22 @@ from interpose.cli.options import (
     numbers,
     several,
     told,
+)
+
+from interpose.cli.sweep_options import (
+    Align,
+    Answer,
+    Clean,
+    Corrupt,
+    Count,
+    EditName,
+    Instead,
+    Over,
+    Patch,
+    Plan,
+    SaveAs,
+    Sites,
+    SweptModel,
 )
 
 if TYPE_CHECKING:
@@ -108,17 +124,8 @@ def check(
         asked = "" if layers is None else f"layer={layers}"
         yield _script(model, device, dtype, f"print(model.check({asked}))")
         return True
-    from interpose.render.html import page
-
     report = _load(model, device, dtype).check(layer=layers)
-    data = report.to_dict()
-    shown = Shown(
-        text=repr(report),
-        data=data,
-        records=data["findings"],
-        page=page(f"A check of {report.model}", report._repr_html_()),
-    )
-    yield from give(shown, wanted)
+    yield from give(report, wanted)
     return report.passed
 
 
@@ -183,63 +190,23 @@ def run(
 @told
 def sweep(
     wanted: Wanted,
-    model: Annotated[
-        str, typer.Option(metavar="MODEL", help="A folder, a name on a hub, or pocket.")
-    ] = "pocket",
-    clean: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="A text. For several: --clean TEXT --clean TEXT."),
-    ] = None,
-    corrupt: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="To compare with: as many texts, of as many tokens."),
-    ] = None,
-    answer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TOKEN", help="Whose logit is measured; one for all texts or for each."
-        ),
-    ] = None,
-    instead: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKEN", help="Measure the lead of the answer over this."),
-    ] = None,
-    site: Annotated[
-        str,
-        typer.Option(metavar="SITE,...", help="Where: such as resid_pre, z or attn_out,mlp_out."),
-    ] = "resid_pre",
-    over: Annotated[
-        str,
-        typer.Option(
-            metavar="AXIS,...", help="What to go through: site, layer, head, neuron, pos."
-        ),
-    ] = "layer,pos",
-    patch: Annotated[
-        Literal["clean", "corrupt"] | None,
-        typer.Option(help="Whose values go into the other run; by default clean."),
-    ] = None,
-    edit: Annotated[
-        str | None, typer.Option(metavar="EDIT", help="Do this instead of patching, such as zero.")
-    ] = None,
+    model: SweptModel = "pocket",
+    clean: Clean = None,
+    corrupt: Corrupt = None,
+    answer: Answer = None,
+    instead: Instead = None,
+    site: Sites = "resid_pre",
+    over: Over = "layer,pos",
+    patch: Patch = None,
+    edit: EditName = None,
     layer: Annotated[list[str] | None, several("layers")] = None,
     head: Annotated[list[str] | None, several("heads")] = None,
     neuron: Annotated[list[str] | None, several("neurons")] = None,
     pos: Annotated[list[str] | None, several("positions")] = None,
-    align: Annotated[
-        Literal["end"] | None, typer.Option(help="Let pairs of other lengths end together.")
-    ] = None,
-    plan: Annotated[
-        Literal["wavefront", "batches", "one per cell"] | None,
-        typer.Option(help="Insist on one; by default the cheapest that is proven."),
-    ] = None,
-    save: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the experiment, for interpose run."),
-    ] = None,
-    count: Annotated[
-        bool,
-        typer.Option("--count", help="Count what a sweep computes, on a tiny model, and stop."),
-    ] = False,
+    align: Align = None,
+    plan: Plan = None,
+    save: SaveAs = None,
+    count: Count = False,
     device: Device = None,
     dtype: Dtype = None,
 ) -> Iterator[str]:
