@@ -23,7 +23,6 @@ from interpose.cli.options import (
     several,
     told,
 )
-
 from interpose.cli.sweep_options import (
     Align,
     Answer,
