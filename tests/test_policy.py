@@ -180,9 +180,12 @@ def test_every_method_has_a_page_and_a_test() -> None:
     root = Path(__file__).parent.parent
     pages = "\n".join(page.read_text() for page in (root / "docs" / "methods").glob("*.md"))
     listed = (root / "docs" / "methods.md").read_text()
+    results = (root / "docs" / "results.md").read_text()
     homes = {f"interpose.methods.{path.stem}" for path in METHODS}
     for name, home in ip._HOME_OF.items():
-        if home in homes:
+        if isinstance(getattr(ip, name), type) and issubclass(getattr(ip, name), ip.Result):
+            assert f"`ip.{name}`" in results, f"docs/results.md does not name ip.{name}"
+        elif home in homes:
             assert f"ip.{name}" in pages, f"no page of docs/methods shows ip.{name}"
             assert f"ip.{name}" in listed, f"docs/methods.md does not name ip.{name}"
     for page in (root / "docs" / "methods").glob("*.md"):
