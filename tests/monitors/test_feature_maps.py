@@ -67,7 +67,11 @@ def test_it_saves_pictures_and_pages(tmp_path):
     page = found.save(tmp_path / "x.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert found.html_body() in page
-    assert repr(found).startswith("Feature maps: 0 (10, 6, 7), 2 (10, 3, 3)\n")
+    assert [line.split() for line in repr(found).splitlines()[1:]] == [
+        ["site", "channels", "height", "width"],
+        ["0", "10", "6", "7"],
+        ["2", "10", "3", "3"],
+    ]
     assert found.to_dict()["grids"][1]["values"]["tensor"] == found["2"].values.tolist()
     with pytest.raises(ValueError, match=r"^save writes .*; got 'x.gif'.$"):
         found.save("x.gif")

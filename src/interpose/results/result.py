@@ -235,7 +235,10 @@ class Result:
         """What is shown below the title."""
         about = "<br>".join(map(escape.html, self.lines()))
         shows = escape.html(getattr(self, "evidence", ""))
-        parts = (f"<p>{about}</p>" if about else "", f'<p class="note">{shows}</p>' if shows else "")
+        parts = (
+            f"<p>{about}</p>" if about else "",
+            f'<p class="note">{shows}</p>' if shows else "",
+        )
         return self.html_body().join(parts)
 
     def _repr_html_(self) -> str:
