@@ -21,6 +21,7 @@ from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Block, Tower
 from interpose.models.running.start import Here
 from interpose.models.running.trial import first_tensor
+from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import (
     Change,
     Changes,
@@ -57,7 +58,7 @@ def run_rows(
     cells: Sequence[Changes],
     rows: Sequence[Row],
     change: Change,
-    keep: int | None,
+    kept: Kept | None,
     *,
     start: int | None,
 ) -> Ran:
@@ -70,16 +71,16 @@ def run_rows(
         cells: by number; a row may change several sites.
         rows: in any order.
         change: what each row's cell does at a site.
-        keep: how many logits from the end are wanted; None for all.
+        kept: which positions' logits are wanted; None for all.
         start: the first position that a wavefront computes; None for whole runs from the first layer on.
     """
     order = in_order(cells, rows)
     ordered = [rows[number] for number in order]
     if start is None:
-        logits = _plain(model, base, cells, ordered, change, keep)
+        logits = _plain(model, base, cells, ordered, change, kept)
         token_layers = len(rows) * base.length * len(tower.blocks)
     else:
-        front = Wavefront(model, tower, base, cells, ordered, start=start, change=change, keep=keep)
+        front = Wavefront(model, tower, base, cells, ordered, start=start, change=change, kept=kept)
         logits, token_layers = front.run(), front.token_layers
     if order != list(range(len(order))):
         logits = logits[sent(order, logits.device).argsort()]
@@ -92,7 +93,7 @@ def _plain(
     cells: Sequence[Changes],
     rows: Sequence[Row],
     change: Change,
-    keep: int | None,
+    kept: Kept | None,
 ) -> Tensor:
     """The logits of rows that run from the first layer and position on."""
     device = base.logits.device
@@ -102,9 +103,9 @@ def _plain(
         (site, _at(prepared, chosen)) for site, chosen in changed_at(cells, rows, device).items()
     ]
     with model.hooks(fwd_hooks=hooks):
-        output = model.module(**given, **wanted_logits(model, keep), **no_cache(model))
+        output = model.module(**given, **wanted_logits(model, kept), **no_cache(model))
     logits = first_tensor(output)
-    return logits if keep is None else logits[:, -keep:]
+    return logits if kept is None else kept.taken(logits)
 
 
 def _at(change: RowChange, chosen: Chosen) -> Callable[..., Tensor]:
@@ -128,7 +129,7 @@ class Wavefront:
         rows: in the order of the first layers they change.
         start: the first position that is computed; those before come from the base's KV cache.
         change: what each row's cell does at its site.
-        keep: how many logits from the end are wanted; None for all from ``start`` on.
+        kept: which positions' logits are wanted; None for all from ``start`` on.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Wavefront:
         *,
         start: int,
         change: Change,
-        keep: int | None,
+        kept: Kept | None,
     ) -> None:
         self.model = model
         self.tower = tower
@@ -149,7 +150,7 @@ class Wavefront:
         self.cells = cells
         self.rows = list(rows)
         self.start = start
-        self.keep = keep
+        self.kept = kept
         layers = [cells[row.cell].layer for row in rows]
         self.first = layers[0]
         self.here: Here | None = None
@@ -191,8 +192,8 @@ class Wavefront:
                     )
                     stack.callback(handle.remove)
             output = self.model.module(**given)
-        logits = first_tensor(output)
-        return logits[: len(self.rows), -self.keep :] if self.keep else logits[: len(self.rows)]
+        logits = first_tensor(output)[: len(self.rows)]
+        return logits if self.kept is None else self.kept.taken(logits)
 
     def _arguments(self) -> dict[str, Any]:
         """What the module is called with: every row's tokens from the start on."""
@@ -200,7 +201,7 @@ class Wavefront:
         for name, value in self.base.inputs.items():
             rows = value[self.examples]
             given[name] = rows if name == "attention_mask" else rows[:, self.start :]
-        given |= wanted_logits(self.model, self.keep)
+        given |= wanted_logits(self.model, self.kept)
         if self.start == 0:
             return given | no_cache(self.model)
         cache = self.base.prefix(self.model, self.start)
