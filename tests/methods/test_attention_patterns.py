@@ -12,6 +12,7 @@ import interpose as ip
 from interpose.methods.attention_patterns import AttentionPatterns
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
+from tests.pages import loads_nothing
 
 TYPES = ["gpt2", "llama", "gemma2", "gpt_neox", "granite"]
 PROMPT = "When Mary and John went to the store, John gave a drink to"
@@ -114,8 +115,7 @@ def test_entropy_is_that_of_its_definition(patterns: AttentionPatterns) -> None:
 
 def test_the_page_has_every_head_and_loads_nothing(patterns: AttentionPatterns, tmp_path: Any) -> None:  # fmt: skip
     page = patterns.save(tmp_path / "patterns.html").read_text()
-    assert "<script" not in page
-    assert "http" not in page
+    loads_nothing(page)
     assert page.count("<details") == page.count("</details>") == 42
     assert all(f">layer {layer}</div>" in page for layer in range(7))
     assert "head 5.0: &#x27;13  to&#x27; looks at &#x27;1  Mary&#x27; with 1.00" in page

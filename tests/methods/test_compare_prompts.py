@@ -14,6 +14,7 @@ import interpose as ip
 from interpose.methods.compare_prompts import PromptComparison
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
+from tests.pages import loads_nothing
 from tests.sweeps import oracle
 
 A, B = "The Eiffel Tower is in", "The Trevi Fountain is in"
@@ -175,7 +176,6 @@ def test_it_prints_saves_and_shows_itself(pocket: ip.TransformerModel, how: Any)
     assert torch.equal(again.cosine, found.cosine)
     assert len(repr(found).splitlines()) < 40
     page = found.html()
-    assert "<script" not in page
-    assert "http" not in page
+    loads_nothing(page)
     assert "1 - cosine" in page
     assert ("attribution: " in page) == ("answer" in how)

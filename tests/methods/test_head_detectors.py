@@ -13,6 +13,7 @@ from interpose.dialects.transformer_lens import HookedTransformer, HookedTransfo
 from interpose.dialects.transformer_lens.head_detector import detect_head
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
+from tests.pages import loads_nothing
 
 KINDS = ["previous", "current", "first", "duplicate", "induction"]
 TYPES = ["gpt2", "llama", "gemma2", "gpt_neox"]
@@ -247,8 +248,7 @@ def test_nothing_is_left_behind_and_results_are_saved() -> None:
     assert same_state(before, state_of(module))
     again = ip.Scores.from_dict(scores.to_dict())
     assert torch.equal(again.values, scores.values)
-    assert "<script" not in scores.html()
-    assert "http" not in scores.html()
+    loads_nothing(scores.html())
     assert scores.protocol == {
         "kind": "induction", "texts": "8 x 8 random tokens said 2 times, seed 0", "queries": 64, "forwards": 1,
     }  # fmt: skip

@@ -14,6 +14,7 @@ from interpose.dialects.transformer_lens import HookedTransformer, HookedTransfo
 from interpose.methods.logit_lens import LogitLens
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
+from tests.pages import loads_nothing
 from tests.sweeps import oracle
 
 TYPES = ["gpt2", "llama", "gemma2", "gpt_neox", "granite", "cohere", "mixtral", "mamba"]
@@ -113,7 +114,7 @@ def test_only_what_is_asked_for_is_unembedded(pocket: ip.TransformerModel) -> No
     ip.logit_lens(pocket, TEXT, logits_of=[" Mary"])
     rows.clear()  # a stop learns in its first run which modules are called once
     ip.logit_lens(pocket, TEXT, logits_of=[" Mary"])
-    assert rows == [1]
+    assert rows == []  # what is done to logits behind the unembedding is known of the model
     head.remove()
 
 
@@ -231,8 +232,7 @@ def test_it_is_saved_and_its_page_loads_nothing_and_escapes_tokens(
     assert repr(again) == repr(lens)
     assert torch.equal(again.kl, lens.kl)
     assert again.html() == lens.html()
-    assert "<script" not in lens.html()
-    assert "http" not in lens.html()
+    loads_nothing(lens.html())
     assert ">Mary<br>" in lens.html().replace(" Mary", "Mary")
     words = ["<b>&"] * len(lens.top_tokens)
     spoiled = LogitLens.from_dict({**lens.to_dict(), "top_tokens": words, "tokens": words * 14})

@@ -44,6 +44,24 @@ def tokenizer(*, adds_bos: bool = False, pad: bool = True, **options: Any) -> An
     return PreTrainedTokenizerFast(tokenizer_object=made, **options)
 
 
+@functools.cache
+def _trained_like_gpt2() -> str:
+    """Byte-level BPE with one special token, as GPT-2 has."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    made.add_special_tokens(["<|endoftext|>"])
+    return made.to_str()
+
+
+def like_gpt2(**options: Any) -> Any:
+    """A tokenizer with one token for beginnings and ends, none for padding, and no habit of beginning texts."""
+    one = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    made = Tokenizer.from_str(_trained_like_gpt2())
+    return PreTrainedTokenizerFast(tokenizer_object=made, **one, **options)
+
+
 def speaking(model_type: str, kind: str = "causal", *, layers: int = 2, **options: Any) -> Any:
     """A tiny model with a tokenizer."""
     return TransformerModel(tiny.build(model_type, kind, layers=layers), tokenizer(**options))

@@ -14,7 +14,7 @@ from interpose.models.loading import load
 from interpose.models.transformer import TransformerModel
 from interpose.render import escape
 from interpose.render.grid import Grid
-from interpose.render.html import bar, html_table, page, write
+from interpose.render.html import bar, html_table, legend, page, section, write
 from interpose.render.labels import token_label
 from interpose.render.text import table
 
@@ -87,7 +87,11 @@ class Story:
         """The trace and the heads as heat maps."""
         layers = [str(layer) for layer in range(len(self.traced))]
         traced = Grid(
-            values=self.traced.tolist(), rows=layers, columns=self.tokens, corner="before block"
+            values=self.traced.tolist(),
+            rows=layers,
+            columns=[token_label(token, pos) for pos, token in enumerate(self.tokens)],
+            corner="before block / pos",
+            unit="of the lead",
         )
         heads = Grid(
             values=self.heads.tolist(),
@@ -95,6 +99,7 @@ class Story:
             columns=[str(head) for head in range(self.heads.shape[1])],
             corner="block / head",
             limit=float(self.heads.abs().max()),
+            unit="logits",
         )
         return traced, heads
 
@@ -202,28 +207,29 @@ def as_page(story: Story) -> str:
     return page(
         "interpose: where a small language model keeps its answer",
         f'<div style="display:flex;flex-wrap:wrap;gap:48px">{answers}</div>',
-        _section(
+        section(
             "Which layers and positions carry the answer",
-            f"The model runs on <i>{escape.html(story.corrupt)}</i>. Before one block and at one position the "
+            f"<p>The model runs on <i>{escape.html(story.corrupt)}</i>. Before one block and at one position the "
             f"residual stream of the run on <i>{escape.html(story.clean)}</i> is put in its place. The cell says how "
             f"much of the lead of {escape.html(token_label(story.answer))} over "
-            f"{escape.html(token_label(story.other))} that brings back: 1 is all of it.",
+            f"{escape.html(token_label(story.other))} that brings back: 1 is all of it.</p>",
+            legend(traced.scale, 0.0, traced.limit, unit=traced.unit),
             traced.html(),
             f"<p>{escape.html(story.where())}</p>",
         ),
-        _section(
+        section(
             "Which heads the answer needs",
-            f"Each head is switched off once in the run on <i>{escape.html(story.clean)}</i>; the cell says how much "
-            f"of the lead of {story.lead:.2f} is lost. Red: the head helps; blue: it holds the answer back. What other "
-            "heads make up for does not show here.",
+            f"<p>Each head is switched off once in the run on <i>{escape.html(story.clean)}</i>; the cell says how "
+            f"much of the lead of {story.lead:.2f} is lost. Red: the head helps; blue: it holds the answer back. What "
+            "other heads make up for does not show here.</p>",
+            legend(heads.scale, -heads.limit, heads.limit, unit=heads.unit),
             heads.html(),
             "<p>The five that cost most:</p>",
             ranked,
         ),
-        _section(
+        section(
             "The same in your own code",
-            "",
-            f'<pre style="overflow-x:auto">{escape.html(story.script())}</pre>',
+            f"<pre>{escape.html(story.script())}</pre>",
         ),
     )
 
@@ -240,10 +246,6 @@ for prompt, hooks in ((clean, []), (corrupt, []), (corrupt, [patch]), (clean, [w
     logits = model.run_with_hooks(prompt, hooks=hooks)[0, -1]
     print(logits[model.to_single_token({answer!r})] - logits[model.to_single_token({other!r})])
 """
-
-
-def _section(title: str, text: str, *parts: str) -> str:
-    return f"<h2>{escape.html(title)}</h2><p class=note>{text}</p>" + "".join(parts)
 
 
 def demo(

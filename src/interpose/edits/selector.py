@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose import names
 from interpose.edits.blocks import check_axes, find
-from interpose.edits.saving import Saved, written
+from interpose.edits.expressions import written
+from interpose.edits.positions import MOST
+from interpose.edits.saving import Saved
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, NothingMatched, NothingSelected
-from interpose.models.naming import names
 from interpose.models.selection import entries
 from interpose.sites.grammar import is_glob
 from interpose.sites.tree import Filter, ModuleTree, Site
@@ -93,6 +95,10 @@ class at(Saved):
                 words = {"layer": "'all'", "pos": "a text"}.get(name, "a mask")
                 raise TypeError(
                     f"{self.label}: {name} is a number, several, a slice or {words}; got {given!r}."
+                )
+            if isinstance(given, range) and len(given) > MOST:
+                raise ValueError(
+                    f"{self.label}: {name} is a range of {len(given)} numbers; a slice may be as long."
                 )
             if isinstance(given, (Sequence, Tensor)) and not (
                 given.numel() if isinstance(given, Tensor) else len(given)

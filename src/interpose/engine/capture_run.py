@@ -198,14 +198,13 @@ class CaptureRun(Scope):
     def run(
         self,
         call: Callable[[], Any],
-        given: Mapping[str, Any],
         backward: Callable[[Any], Any] | bool = False,
     ) -> Any:
         """Call the model inside the scope; None if it stopped early."""
         output = None
         try:
             with self:
-                output = self.forward(call, given)
+                output = self.forward(call)
                 if backward is True:
                     self._backward(output, "the model")
                 elif backward is not False:
@@ -242,7 +241,7 @@ class CaptureRun(Scope):
         found: dict[str, Tensor] = {}
         calls: dict[str, list[str]] = {}
         versions: dict[str, int] = {}
-        several = _called_more_than_once(self.kept)
+        several = {one.name for one in self.kept if one.call and one.site.tail.call is None}
         seen = self.model._seen
         for one in self.kept:
             place = (one.site.path, one.site.tail.port, one.leaf)
@@ -266,11 +265,9 @@ class CaptureRun(Scope):
             for other in other_names(tree, one.site, one.name, one.leaf):
                 aliases.setdefault(other, one.name)
         self.kept, self.grads = [], []
-        return Cache(found, aliases=aliases, calls=calls, versions=versions, spelling=tree.spelling)
-
-
-def _called_more_than_once(records: list[Kept]) -> set[str]:
-    return {one.name for one in records if one.call and one.site.tail.call is None}
+        return Cache(
+            found, aliases=aliases, calls=calls, versions=versions, spelling=tree.speller()
+        )
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ again, whatever happens in between; and at the end a hook that never ran is an e
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ class Binding:
 
     def silent(self) -> list[Listener]:
         """What should have run and did not: each site named outright, or all of a pattern."""
-        if not self.hook.enabled or not self.hook.must_fire(self.direction):
-            return []
         silent = [x for x in self.listeners if not x.fired and not isinstance(x, Beside)]
+        if not silent or not self.hook.enabled or not self.hook.must_fire(self.direction):
+            return []
         named = [x for x in silent if x.outright]
         return named if named or self.fired else silent[:1]
 
@@ -174,10 +174,11 @@ class Scope:
         try:
             if self._frames is not None:
                 self._frames.install(first=True)
-            # Gradient watchers go first, so that a cache of live values keeps the value they put
-            # in.
-            for binding in sorted(self.bindings, key=lambda b: b.direction != "bwd"):
-                binding.install()
+            # Gradient watchers go first, so that a cache of live values keeps the value they put in.
+            for direction in ("bwd", "fwd"):
+                for binding in self.bindings:
+                    if binding.direction == direction:
+                        binding.install()
             frame = context.Frame() if self.single_run else None
             context.enter(self, self.model.root, frame=frame)
         except BaseException:
@@ -205,10 +206,9 @@ class Scope:
         if kind is None and not self.stopped:
             self.verify()
 
-    def forward(self, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-        """Make the one call of a single run; ``given`` are its keyword arguments."""
+    def forward(self, call: Callable[[], Any]) -> Any:
+        """Make the one call of a single run."""
         self._forwards += 1
-        context.frame_of(self.model.root).begin(self.model, given)
         output = call()
         guard_output(self.model.root, output)
         return output

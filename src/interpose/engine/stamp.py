@@ -57,12 +57,11 @@ class Stamp:
             and list(map(type, self._wholes + self._holders)) == self._kinds
             and list(map(len, map(_PARAMETERS, self._holders))) == self._counts
             and list(map(_FORWARD, self._classes)) == self._written
-            and self._forwards_hold()
+            and (
+                (now := self._own_forwards()) == self._forwards
+                or list(map(_without_bypass, now)) == self._forwards
+            )
         )
-
-    def _forwards_hold(self) -> bool:
-        now = self._own_forwards()
-        return now == self._forwards or list(map(_without_bypass, now)) == self._forwards
 
     def holds_for(self, modules: Iterable[nn.Module] | None = None) -> bool:
         """Whether the parameters and own forwards of some modules (by default all) look the same."""
@@ -76,7 +75,8 @@ class Stamp:
 def _looks(module: nn.Module) -> list[Any]:
     """A module's own forward, and the kind of each of its parameters."""
     looks = [p if p is None else _LOOK(p) for p in module._parameters.values()]
-    return [_without_bypass(vars(module).get("forward")), *looks]
+    own = vars(module).get("forward")
+    return [own if own is None else _without_bypass(own), *looks]
 
 
 def _without_bypass(forward: Any) -> Any:

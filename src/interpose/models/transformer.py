@@ -22,11 +22,11 @@ from interpose.models.running import generation
 from interpose.models.running.forward import Forward
 from interpose.models.running.text import Text
 from interpose.models.selection import Some
+from interpose.models.stream.whole import Stream
 from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
 from interpose.models.weights.weights import Weights
 from interpose.sites.tree import ModuleTree, Site
-from interpose.taps.context import Whereabouts
 
 
 class TransformerModel(Text, Forward, Weights, Model):
@@ -99,6 +99,11 @@ class TransformerModel(Text, Forward, Weights, Model):
         """What the model is like, in TransformerLens's words: ``n_layers``, ``d_model``, ..."""
         return describe(self)
 
+    @property
+    def stream(self) -> Stream:
+        """What is added to the residual stream, through which norms and multipliers, and what is done at its ends."""
+        return Stream(self)
+
     def __getattr__(self, name: str) -> Any:
         found = None if name == "module" else part_of(self, name)
         return super().__getattr__(name) if found is None else found
@@ -106,9 +111,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *OURS})
 
-    def whereabouts(self, arguments: Mapping[str, Any]) -> Whereabouts:
-        """Where in a text a forward pass with these arguments is."""
-        return generation.whereabouts(self, arguments)
+    whereabouts = generation.whereabouts
 
     def beginnings(self) -> list[Site]:
         """Where forward passes begin: at the root, and at parts of it that generate text by themselves."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interpose.render import colours, escape
+from interpose.render.html import NUMBERS, QUIET_HEAD, scrolled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A heat map with the number in each cell: red up, blue down, white at zero.
+    """A heat map with the number in each cell: by default red up, blue down, white at zero.
 
     Labels may repeat, as tokens of a prompt do: cells are told apart by place alone.
 
@@ -24,6 +25,8 @@ class Grid:
         faint: Which cells say nothing: they are grey on a page, and in brackets in a terminal.
         upright: On a page, labels of columns stand upright.
         numbers: On a page, whether each cell has its number, or shows it when pointed at.
+        scale: The colours.
+        unit: What a number is, such as ``logits``.
     """
 
     values: Sequence[Sequence[float]]
@@ -35,40 +38,42 @@ class Grid:
     faint: Sequence[Sequence[bool]] | None = None
     upright: bool = False
     numbers: bool = True
+    scale: colours.Scale = colours.diverging
+    unit: str = ""
 
     def html(self) -> str:
-        """A table that needs no script."""
+        """A table that needs no script; a page's script tells more of the cell that is pointed at."""
         head = "".join(map(self._column, self.columns))
         body = "".join(
-            f'<tr><th style="{_HEAD}">{escape.html(name)}</th>'
+            f'<tr><th scope="row" style="{QUIET_HEAD}">{escape.html(name)}</th>'
             f"{''.join(self._cell(value, row, column) for column, value in enumerate(line))}</tr>"
             for row, (name, line) in enumerate(zip(self.rows, self.values))
         )
-        return (
-            f'<div style="overflow-x:auto"><table style="border-collapse:collapse"><thead><tr>'
-            f'<th style="{_HEAD};vertical-align:bottom">{escape.html(self.corner)}'
-            f"</th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        return scrolled(
+            f'<table class="ip-grid" data-corner="{escape.html(self.corner)}" data-unit="{escape.html(self.unit)}" '
+            f'style="border-collapse:collapse"><thead><tr>'
+            f'<td style="{QUIET_HEAD};vertical-align:bottom">{escape.html(self.corner)}'
+            f"</td>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
 
     def _column(self, name: str) -> str:
         if not self.upright:
-            return f'<th style="{_HEAD}">{escape.html(name)}</th>'
+            return f'<th scope="col" style="{QUIET_HEAD}">{escape.html(name)}</th>'
         return (
-            f'<th title="{escape.html(name)}" style="{_HEAD};padding:4px 0;vertical-align:bottom">'
+            f'<th scope="col" title="{escape.html(name)}" style="{QUIET_HEAD};padding:4px 0;vertical-align:bottom">'
             f'<div style="{_UPRIGHT}">{escape.html(name)}</div></th>'
         )
 
     def _cell(self, value: float, row: int, column: int) -> str:
-        back = colours.diverging(value, self.limit)
-        style = f"background:{colours.css(back)};color:{colours.ink(back)}"
-        if self.is_faint(row, column):
-            style = f"background:{colours.FAINT};color:{colours.FAINT_INK}"
+        faint = self.is_faint(row, column)
+        style = colours.FAINT_STYLE if faint else self.scale.style(value, self.limit)
+        mark = ' class="ip-faint"' if faint else ""
         if self.numbers:
             size = ";font-size:11px;padding:4px 5px" if self.upright else ""
-            return f'<td style="{_CELL}{size};{style}">{self.number(value)}</td>'
+            return f'<td{mark} style="{_CELL}{size};{style}">{self.number(value)}</td>'
         hint = f"{self.rows[row]}, {self.columns[column]}: {self.number(value)}"
-        hint += ", within the noise floor" if self.is_faint(row, column) else ""
-        return f'<td title="{escape.html(hint)}" style="{_DOT};{style}"></td>'
+        hint += ", within the noise floor" if faint else ""
+        return f'<td{mark} title="{escape.html(hint)}" style="{_DOT};{style}">{self.number(value)}</td>'
 
     def number(self, value: float) -> str:
         """A number as a cell shows it."""
@@ -100,16 +105,15 @@ class Grid:
         shown = (f"({self.number(value)})" if faint else self.number(value)).rjust(width)
         if not coloured or faint:
             return shown
-        back = colours.diverging(value, self.limit)
+        back = self.scale(value, self.limit)
         front = "0;0;0" if colours.ink(back) == "#000000" else "255;255;255"
         return f"\x1b[48;2;{back[0]};{back[1]};{back[2]};38;2;{front}m{shown}\x1b[0m"
 
 
-_HEAD = "padding:2px 8px;font-weight:normal;color:#57606a;text-align:right;white-space:pre;border:0"
-_CELL = (
-    "padding:4px 8px;text-align:right;font-variant-numeric:tabular-nums;border:1px solid #ffffff"
-)
-_DOT = "width:20px;min-width:20px;height:20px;padding:0;border:1px solid #eaeef2"
+_GAP = "border:1px solid transparent;background-clip:padding-box"  # the page is seen between cells
+_CELL = f"padding:4px 8px;text-align:right;{NUMBERS};{_GAP}"
+# The number is there for those who have the page read to them, and for sorting and copying.
+_DOT = f"width:20px;min-width:20px;height:20px;padding:0;font-size:0;{_GAP}"
 _UPRIGHT = (
     "writing-mode:vertical-rl;transform:rotate(180deg);max-height:11em;overflow:hidden;"
     "text-overflow:ellipsis;white-space:pre;display:inline-block"

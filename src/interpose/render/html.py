@@ -1,15 +1,23 @@
-"""Self-contained HTML: no script, nothing loaded from outside, so it shows in notebooks, mail and offline."""
+"""Self-contained HTML: nothing is loaded from outside, so it shows in notebooks, mail and offline.
+
+Parts bring their style with them and need no script; a page has one small script that adds to what is there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 
 from interpose.files.writing import write_whole
-from interpose.render import escape
+from interpose.render import colours, escape
 
-_CELL = "padding:2px 10px 2px 0;text-align:left;font-variant-numeric:tabular-nums"
+NUMBERS = "font-variant-numeric:tabular-nums"
+QUIET_HEAD = (
+    f"padding:2px 8px;font-weight:normal;text-align:right;white-space:pre;border:0;{colours.QUIET}"
+)
+_CELL = f"padding:2px 10px 2px 0;text-align:left;{NUMBERS}"
 
 
 class Markup(str):
@@ -45,10 +53,44 @@ def html_table(
         "<tr>" + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in row) + "</tr>"
         for row in rows[:most]
     )
-    heads = "".join(f'<th style="{_CELL}">{escape.html(name)}</th>' for name in head)
+    heads = "".join(f'<th scope="col" style="{_CELL}">{escape.html(name)}</th>' for name in head)
     more = f"<p>... {len(rows) - most} more</p>" if len(rows) > most else ""
     caption = f"<p><b>{escape.html(title)}</b></p>" if title else ""
-    return f"<div>{caption}<table><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>{more}</div>"
+    table = f'<table class="ip-table"><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>'
+    return f"<div>{caption}{scrolled(table)}{more}</div>"
+
+
+def scrolled(wide: str) -> str:
+    """A part that may be wider than the page, and scrolls by itself."""
+    return f'<div class="ip-scroll" style="overflow-x:auto">{wide}</div>'
+
+
+def legend(
+    scale: colours.Scale,
+    low: float,
+    limit: float,
+    *,
+    digits: int = 2,
+    unit: str = "",
+    note: str = "",
+) -> str:
+    """What colours mean: a strip of them from ``low`` to ``limit``, the numbers at its ends, the unit, and a note."""
+    strip = f"display:inline-block;width:120px;height:0.8em;border:1px solid {colours.EDGE}"
+    least, most = (f"{end:.{digits}f}" if end else "0" for end in (low, limit))
+    said = f"{most} {escape.html(unit)}".rstrip() + (f"; {escape.html(note)}" if note else "")
+    painted = scale.strip(low / limit if limit else 0.0)
+    return (
+        f'<p><span style="{colours.QUIET}">{least}</span> '
+        f'<span role="img" aria-label="to" style="{strip};{painted}"></span> '
+        f'<span style="{colours.QUIET}">{said}</span></p>'
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A part of a page under a heading, which a click or a key folds; parts are HTML already."""
+    return (
+        f"<details open><summary><h2>{escape.html(title)}</h2></summary>{''.join(parts)}</details>"
+    )
 
 
 def _safe(cell: str) -> str:
@@ -56,17 +98,18 @@ def _safe(cell: str) -> str:
 
 
 def page(title: str, *sections: str) -> str:
-    """A whole document around parts that are HTML already."""
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;"
-        "color:#1b1f24;background:#fff}"
-        "h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}"
-        "th{border-bottom:1px solid #c8ccd1}img{image-rendering:pixelated;max-width:100%}"
-        "code{background:#f3f4f6;padding:1px 4px;border-radius:3px}p.note{color:#57606a}"
+    """A whole document around parts that are HTML already: light or dark as its reader has it, also on a phone."""
+    style, script = (
+        (Path(__file__).with_name(f"page.{kind}").read_text("utf-8")) for kind in ("css", "js")
     )
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape.html(title)}</title>'
-        f"<style>{style}</style></head><body><h1>{escape.html(title)}</h1>{''.join(sections)}</body></html>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape.html(title)}</title><style>{style}</style></head>"
+        f"<body><main><h1>{escape.html(title)}</h1>{''.join(sections)}</main><script>{script}</script></body></html>"
     )
 
 

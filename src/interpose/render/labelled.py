@@ -12,7 +12,7 @@ from torch import Tensor
 
 from interpose.render import colours, escape
 from interpose.render.grid import Grid
-from interpose.render.html import Markup, bar, html_table
+from interpose.render.html import Markup, bar, html_table, legend
 from interpose.render.labels import cut
 
 _WIDE = 132  # what a grid in a terminal may take
@@ -28,9 +28,10 @@ class Labelled:
     Attributes:
         values: [*axes].
         labels: what the entries of each axis are called, by its name.
-        what: what a number is, in a word.
+        what: what a number is, in a word: its unit.
         limit: the number that has full colour; the largest one by default.
         faint: [*axes], places that say nothing.
+        scale: the colours: `colours.positive` for what cannot be negative.
     """
 
     values: Tensor
@@ -38,6 +39,7 @@ class Labelled:
     what: str = ""
     limit: float | None = None
     faint: Tensor | None = None
+    scale: colours.Scale = colours.diverging
 
     @property
     def most(self) -> float:
@@ -76,6 +78,16 @@ class Labelled:
             parts.append(f"<p>... and more: the first {_MOST_GRIDS} are shown.</p>")
         return "".join(parts)
 
+    def single(self) -> Grid:
+        """All numbers as one grid, for a picture."""
+        if len(self.labels) > 2 or not self.values.numel():
+            raise ValueError(
+                f"a picture is of one or two axes; here there are {', '.join(self.labels)}. Save a page, which shows "
+                "them all; of Scores, pick(...) and sum(...) leave fewer."
+            )
+        ((_, grid),) = self.grids()
+        return grid
+
     def grids(self) -> Iterator[tuple[str, Grid]]:
         """Grids of the last two axes, one for each place on those before them, with its heading."""
         names, labels = list(self.labels), [list(some) for some in self.labels.values()]
@@ -98,6 +110,8 @@ class Labelled:
                     faint=None if faint is None else faint[place].tolist(),
                     upright=shape[-1] > _PLAIN or max(map(len, labels[-1])) > 12,
                     numbers=shape[-1] <= _NUMBERED,
+                    scale=self.scale,
+                    unit=self.what,
                 ),
             )
 
@@ -107,34 +121,28 @@ class Labelled:
         faint = [False] * len(labels) if self.faint is None else self.faint.tolist()
         rows = []
         for label, value, grey in zip(labels, self.values.tolist(), faint):
-            colour = colours.css(colours.diverging(0.5 if value > 0 else -0.5))
             share = abs(value) / (self.most or 1.0) if value == value else 0.0
             sides = [0.0, share] if value > 0 else [share, 0.0]
-            colour = colours.FAINT_BAR if grey else colour
+            colour = (
+                colours.FAINT_BAR if grey else colours.css(self.scale(0.6 if value > 0 else -0.6))
+            )
             left, right = (bar(side, colour=colour, width=140) for side in sides)
             line = "display:inline-block;width:140px"
             both = (
-                f'<span style="{line};text-align:right;border-right:1px solid #57606a">{left}</span>'
+                f'<span style="{line};text-align:right;border-right:1px solid {colours.EDGE}">{left}</span>'
                 f'<span style="{line}">{right}</span>'
             )
             number = f"{value:.{self.digits}f}"
-            shown = Markup(f'<span style="color:{colours.FAINT_INK}">{number}</span>')
+            shown = Markup(f'<span style="{colours.QUIET}">{number}</span>')
             rows.append((label, shown if grey else number, Markup(both)))
         note = f'<p class="note">{GREY}</p>' if any(faint) else ""
         return note + html_table((name, "", ""), rows, most=400)
 
     def _legend(self) -> str:
         """What the colours mean."""
-        low = -1 if bool((self.values < 0).any()) else 0
-        steps = (colours.css(colours.diverging(low + (1 - low) * step / 8)) for step in range(9))
-        strip = (
-            f"display:inline-block;width:120px;height:0.8em;background:linear-gradient(to right,{','.join(steps)});"
-            "margin:0 6px;border:1px solid #d0d7de"
-        )
-        faint = f"; {GREY}" if self.faint is not None and bool(self.faint.any()) else ""
-        limit = f"{self.most:.{self.digits}f}"
-        least = f"-{limit}" if low else "0"
-        return f'<p class="note">{least}<span style="{strip}"></span>{limit}{faint}</p>'
+        low = -self.most if self.scale.two_sided and bool((self.values < 0).any()) else 0.0
+        note = GREY if self.faint is not None and bool(self.faint.any()) else ""
+        return legend(self.scale, low, self.most, digits=self.digits, unit=self.what, note=note)
 
 
 def _across(grid: Grid) -> Iterator[Grid]:

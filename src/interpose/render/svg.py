@@ -9,18 +9,12 @@ from interpose.render.grid import Grid
 from interpose.render.labelled import GREY, Labelled
 
 _LETTER, _LINE = 6.7, 18  # the width of a letter and the height of a line, at 12 pixels
-_INK = "#1b1f24"
 _FONT = 'font-family="system-ui,sans-serif" font-size="12"'
 
 
 def picture(shown: Labelled, title: str = "") -> str:
     """One axis as bars, two as a heat map with a number in each cell."""
-    if len(shown.labels) > 2 or not shown.values.numel():
-        raise ValueError(
-            f"a picture is of one or two axes; here there are {', '.join(shown.labels)}. Save a page, which shows them "
-            "all; of Scores, pick(...) and sum(...) leave fewer."
-        )
-    ((_, grid),) = shown.grids()
+    grid = shown.single()
     return _bars(grid, title) if len(shown.labels) == 1 else _map(grid, title)
 
 
@@ -51,7 +45,7 @@ def _map(grid: Grid, title: str) -> str:
         y = top + _LINE * row
         parts.append(_text(left - 6, y + 13, name, "end"))
         for column, value in enumerate(grid.values[row]):
-            back = colours.diverging(value, grid.limit)
+            back = grid.scale(value, grid.limit)
             fill, ink = colours.css(back), colours.ink(back)
             if grid.is_faint(row, column):
                 fill, ink = colours.FAINT, colours.FAINT_INK
@@ -72,7 +66,7 @@ def _bars(grid: Grid, title: str) -> str:
     for row, (name, (value,)) in enumerate(zip(grid.rows, grid.values)):
         y = top + _LINE * row
         long = half * min(abs(value) / grid.limit, 1.0) if value == value else 0.0
-        fill, ink = colours.css(colours.diverging(0.5 if value > 0 else -0.5)), _INK
+        fill, ink = colours.css(grid.scale(0.6 if value > 0 else -0.6)), colours.INK
         if grid.is_faint(row, 0):
             fill, ink = colours.FAINT_BAR, colours.FAINT_INK
         x = middle if value > 0 else middle - long
@@ -82,7 +76,7 @@ def _bars(grid: Grid, title: str) -> str:
             _text(middle + half + 8, y + 13, grid.number(value), ink=ink),
         ]
     low = top + _LINE * len(grid.rows)
-    parts.append(f'<path d="M{middle} {top}V{low}" stroke="#57606a"/>')
+    parts.append(f'<path d="M{middle} {top}V{low}" stroke="{colours.LINE}"/>')
     return _document(wide, _noted(parts, grid, low) + 8, parts)
 
 
@@ -100,7 +94,7 @@ def _text(
     text: str,
     anchor: str = "start",
     *,
-    ink: str = _INK,
+    ink: str = colours.INK,
     bold: bool = False,
     extra: str = "",
 ) -> str:
@@ -113,6 +107,6 @@ def _text(
 
 def _document(width: float, height: float, parts: list[str]) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    back = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    back = f'<rect width="100%" height="100%" fill="{colours.PAPER}"/>'
     inside = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {_FONT}>\n{back}\n{inside}\n</svg>\n'

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interpose.render import colours, escape
+from interpose.render.html import QUIET_HEAD, scrolled
 from interpose.render.labels import cut, token_label, token_text
 
 _ACROSS, _WIDE = 12, 110  # columns on a page, before the next ones go below; letters in a terminal
@@ -57,27 +58,29 @@ class WordGrid:
 
     def _table(self, start: int) -> str:
         some = slice(start, start + _ACROSS)
-        heads = "".join(map(_head, (self.corner, *self.columns[some])))
+        heads = "".join(_head(name, "col") for name in self.columns[some])
         rows = (
-            f"<tr>{_head(name)}{''.join(map(_cell, row[some]))}</tr>"
+            f"<tr>{_head(name, 'row')}{''.join(map(_cell, row[some]))}</tr>"
             for name, row in zip(self.rows, self.cells)
         )
-        table = f"<table style='border-collapse:collapse;margin-bottom:1em'><tr>{heads}</tr>{''.join(rows)}</table>"
-        return f'<div style="overflow-x:auto">{table}</div>'
+        corner = escape.html(self.corner)
+        return scrolled(
+            f'<table class="ip-grid" data-corner="{corner}" style="border-collapse:collapse;margin-bottom:1em">'
+            f'<thead><tr><td style="{QUIET_HEAD}">{corner}</td>{heads}</tr></thead>'
+            f"<tbody>{''.join(rows)}</tbody></table>"
+        )
 
 
-def _head(name: str) -> str:
-    style = "padding:2px 8px;font-weight:normal;color:#57606a;white-space:pre;border:0"
-    return f'<th style="{style}">{escape.html(cut(name))}</th>'
+def _head(name: str, scope: str) -> str:
+    return f'<th scope="{scope}" style="{QUIET_HEAD}">{escape.html(cut(name))}</th>'
 
 
 def _cell(best: Sequence[tuple[str, float]]) -> str:
     word, chance = best[0]
-    back = colours.diverging(-0.8 * chance)
     hint = "\n".join(f"{token_label(other)}  {share:.1%}" for other, share in best)
     style = (
-        "padding:2px 6px;text-align:center;white-space:pre;border:1px solid #ffffff;line-height:1.25;"
-        f"background:{colours.css(back)};color:{colours.ink(back)}"
+        "padding:2px 6px;text-align:center;white-space:pre;border:1px solid transparent;background-clip:padding-box;"
+        f"line-height:1.25;{colours.positive.style(0.8 * chance)}"
     )
     shown = f"{escape.html(cut(token_text(word)))}<br><small>{chance:.0%}</small>"
     return f'<td title="{escape.html(hint)}" style="{style}">{shown}</td>'

@@ -23,7 +23,11 @@ def hold() -> None:
     global _holders, _stance
     with _LOCK:
         _holders += 1
-        if _stance is None and _anything_compiled():
+        # Asking whether anything was compiled costs nothing; setting a stance does. `cached_backends`
+        # fills with the first compile (torch 2.6 to 2.13); without it, assume the worst.
+        frames = sys.modules.get("torch._dynamo.eval_frame")
+        compiled = frames is not None and bool(getattr(frames, "cached_backends", True))
+        if _stance is None and compiled:
             _stance = torch.compiler.set_stance("force_eager")
             _stance.__enter__()
 
@@ -36,11 +40,3 @@ def release() -> None:
         if _holders == 0 and _stance is not None:
             _stance.__exit__(None, None, None)
             _stance = None
-
-
-def _anything_compiled() -> bool:
-    """Whether `torch.compile` was used in this process. Asking costs nothing; setting a stance does."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    # `cached_backends` fills with the first compile (torch 2.6 to 2.13); without it, assume the
-    # worst.
-    return frames is not None and bool(getattr(frames, "cached_backends", True))

@@ -306,7 +306,7 @@ class HookedRootModule(nn.Module):
         cut = replace(cut, axis_at={site: points[name].pos_axis for site, name in name_at.items()})
         run = CaptureRun(model, wanted, cut=cut, gradients=bool(incl_bwd))
         try:
-            out = run.run(lambda: self(*model_args, **model_kwargs), model_kwargs, incl_bwd)
+            out = run.run(lambda: model(*model_args, **model_kwargs), incl_bwd)
         finally:
             if clear_contexts:
                 self.clear_contexts()

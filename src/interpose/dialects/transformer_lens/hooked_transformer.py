@@ -7,27 +7,30 @@ A loaded model is the one that transformers loads, with its own forward and its 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from interpose import names
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_processing import LensProcessing
 from interpose.dialects.transformer_lens.lens_text import (
     LensText,
+    own_tokenizer,
     predict_next_sentence,
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
+from interpose.dialects.transformer_lens.published import bridge_prepends_bos
 from interpose.dialects.transformer_lens.scratch.model import build, read, saved
 from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models import loading
-from interpose.models.naming import names
 
 _NICKNAMES = {"gpt2-small": "gpt2"}
 _ORGANISATIONS = {
@@ -79,8 +82,9 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         module = cfg
         if isinstance(cfg, (HookedTransformerConfig, dict)):
             module, tokenizer = build(cfg, tokenizer, move_to_device)
+        tokenizer = own_tokenizer(tokenizer, default_padding_side)
         super().__init__(module, tokenizer=tokenizer, processor=processor)  # type: ignore[arg-type]
-        self.default_padding_side = default_padding_side
+        self._padding_side = default_padding_side
         if isinstance(module, Transformer):
             self._lens_cfg = module.cfg
 
@@ -207,10 +211,10 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
             )
         self.cfg.ungroup_grouped_query_attention = ungroup_grouped_query_attention
 
-    def set_tokenizer(self, tokenizer: Any, default_padding_side: str | None = "right") -> None:
+    def set_tokenizer(self, tokenizer: Any, default_padding_side: str | None = None) -> None:
         """Read and write text with another tokenizer."""
-        self.tokenizer = tokenizer
-        self.default_padding_side = default_padding_side
+        self.tokenizer = own_tokenizer(tokenizer, default_padding_side)
+        self._padding_side = default_padding_side
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Make ``hook_mlp_in`` part of everything."""
@@ -221,10 +225,17 @@ _UNPROCESSED = dict.fromkeys(STEPS, False)
 
 
 class TransformerBridge(HookedTransformer):
-    """The same as TransformerLens's newer class: filters also see its names, such as ``blocks.0.attn.o.hook_in``."""
+    """The same as TransformerLens's newer class: filters also see its names, such as ``blocks.0.attn.o.hook_in``.
 
-    _prepends_bos = None
+    Whether texts begin with a BOS token depends on the type of model, as it does there.
+    """
+
     compatibility_mode = False
+    _masked_is_infinite = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prepends_bos = bridge_prepends_bos(self.module)
 
     @classmethod
     def boot_transformers(
@@ -276,19 +287,18 @@ class TransformerBridge(HookedTransformer):
             self.process_weights_(**flags)
         self.compatibility_mode = True
 
-    def _filter(self, wanted: Any) -> Any:
+    def _ranging(self, wanted: Any, over: Callable[[str], bool]) -> Any:
         """Callables see both names of a site; the one they accept is the one it is kept by."""
         if self.compatibility_mode or not callable(wanted) or isinstance(wanted, nn.Module):
-            return wanted
-        found = []
-        for name in self.tree.table.sites:
-            others = [other for other in names.bridge_names(name) if self._has_part(other)]
-            found += (
-                [next(n for n in (name, *others) if wanted(n))]
-                if any(map(wanted, (name, *others)))
-                else []
-            )
-        return found or wanted
+            return super()._ranging(wanted, over)
+        found = {name: self._accepted(name, wanted) for name in self.tree.table.sites}
+        chosen = [asked for name, asked in found.items() if asked is not None and over(name)]
+        return chosen or [asked for asked in found.values() if asked is not None] or wanted
+
+    def _accepted(self, name: str, wanted: Callable[[str], bool]) -> str | None:
+        """The first of a site's names that a callable accepts."""
+        others = [other for other in names.bridge_names(name) if self._has_part(other)]
+        return next((each for each in (name, *others) if wanted(each)), None)
 
     def _has_part(self, bridge_name: str) -> bool:
         """Whether this model has the part that one of the bridge's names is of: a norm after a branch, a gate."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interpose.dialects.transformer_lens import masked_scores
 from interpose.dialects.transformer_lens.activation_cache import ActivationCache
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
 from interpose.dialects.transformer_lens.utilities.slices import Slice
@@ -24,6 +25,8 @@ class LensHooks(TransformerModel):
     """The part of a `HookedTransformer` that deals in hooks."""
 
     is_caching = False
+    _masked_is_infinite = True
+    """Whether masked scores are shown as minus infinity."""
     _lens_cfg: HookedTransformerConfig
 
     @property
@@ -70,9 +73,9 @@ class LensHooks(TransformerModel):
         self._ask(name, function, dir, is_permanent, prepend)
         ends_here = level is None and not is_permanent
         level = self.context_level if level is None else level
-        handle = super().add_hook(
-            self._filter(name), _bare(function, dir), dir, is_permanent, level, prepend
-        )
+        chosen = self._filter(name)
+        function = self._as_heard(chosen, function, dir)
+        handle = super().add_hook(chosen, function, dir, is_permanent, level, prepend)
         if ends_here and self._blocks:
             self._blocks[-1].append(handle)
         return handle
@@ -126,7 +129,8 @@ class LensHooks(TransformerModel):
         """The hooks that are on the model, by the canonical names of their sites."""
         wanted = None
         if name_filter is not None:
-            wanted = {site.canonical for site, _ in self.tree.select(self._filter(name_filter))}
+            chosen = self._ranging(name_filter, lambda _: True)
+            wanted = {site.canonical for site, _ in self.tree.select(chosen)}
         found: dict[str, list[Handle]] = {}
         for handle in self._handles:
             if handle.matches(dir, including_permanent, None):
@@ -255,9 +259,11 @@ class LensHooks(TransformerModel):
         )
         if clear_contexts:
             self.clear_contexts()
-        if not return_cache_object:
-            return output, dict(cache)
-        return output, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        kept = ActivationCache(cache, self, has_batch_dim=not remove_batch_dim)
+        for name, value in kept.cache_dict.items():
+            if self._masked_is_infinite and name.partition("#")[0].endswith("hook_attn_scores"):
+                kept.cache_dict[name] = masked_scores.shown(value)
+        return output, kept if return_cache_object else kept.cache_dict
 
     # Hooks that cache.
 
@@ -320,14 +326,36 @@ class LensHooks(TransformerModel):
         return lambda name: sites[name].primary or name.endswith(ends or ("\0",))
 
     def _filter(self, wanted: Any) -> Any:
-        """A filter of a user's, in a form that names resolve from."""
-        return wanted
+        """A filter of a user's, in a form that names resolve from.
+
+        A callable ranges over what None means. Only if it accepts none of that, it ranges over everything.
+        """
+        return self._ranging(wanted, self._everything())
+
+    def _ranging(self, wanted: Any, over: Callable[[str], bool]) -> Any:
+        """A callable on names, among those only that another accepts, if there are any."""
+        if not callable(wanted) or isinstance(wanted, nn.Module):
+            return wanted
+        found = {name for name in self.tree.table.sites if over(name) and wanted(name)}
+        return found.__contains__ if found else wanted
 
     def _pairs(self, pairs: Iterable[HookPair], dir: str) -> list[HookPair]:
         listed = list(pairs)
         for name, function in listed:
             self._ask(name, function, dir)
-        return [(self._filter(name), _bare(function, dir)) for name, function in listed]
+        chosen = [(self._filter(name), function) for name, function in listed]
+        return [(name, self._as_heard(name, function, dir)) for name, function in chosen]
+
+    def _as_heard(self, wanted: Any, function: Any, dir: str) -> Any:
+        """A function as it is called: with masked scores as TransformerLens shows them, gradients out of tuples."""
+        if not callable(function):
+            return function
+        if dir == "bwd":
+            return _bare(function)
+        if not self._masked_is_infinite:
+            return function
+        found = (site.kind for site, _ in self.tree.select(wanted))
+        return masked_scores.showing(function) if "attn_scores" in found else function
 
     def _stay(self, forward: Sequence[HookPair], backward: Sequence[HookPair]) -> None:
         for name, _ in (*forward, *backward):
@@ -342,10 +370,8 @@ class LensHooks(TransformerModel):
         raise NotImplementedError
 
 
-def _bare(function: Callable[..., Any], dir: str) -> Callable[..., Any]:
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backward hook may return its gradient in a tuple, as torch's own do."""
-    if dir != "bwd" or not callable(function):
-        return function
 
     @functools.wraps(function)
     def unwrapped(value: Tensor, hook: HookPoint) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +13,34 @@ from interpose.dialects.transformer_lens.generation import options_for
 from interpose.dialects.transformer_lens.scratch import writing
 from interpose.dialects.transformer_lens.scratch.model import FromScratch
 from interpose.dialects.transformer_lens.utilities.losses import lm_cross_entropy_loss
-from interpose.models.running.text import is_text
+from interpose.dialects.transformer_lens.utilities.tensors import get_attention_mask
+from interpose.models.discovery.inputs import probe_inputs
+from interpose.models.knowledge import known
+from interpose.models.running import masks, padding
+from interpose.models.running.text import encodes, is_text, raise_empty, texts_in
+from interpose.models.running.trial import first_tensor, trial
 from interpose.models.transformer import TransformerModel
+from interpose.taps.context import current
 
 
 class LensText(FromScratch):
     """The part of a `HookedTransformer` that reads and writes text."""
 
     _prepends_bos: bool | None = True
-    default_padding_side: str | None = None
-    """Where shorter texts of a batch are padded; None for where the tokenizer does."""
+    _padding_side: str | None = None
+
+    @property
+    def default_padding_side(self) -> str | None:
+        """Where shorter texts of a batch are padded: where ``model.tokenizer`` does."""
+        side: str | None = getattr(self._tokenizer_or_none(), "padding_side", self._padding_side)
+        return side
+
+    @default_padding_side.setter
+    def default_padding_side(self, value: str | None) -> None:
+        self._padding_side = value
+        own = vars(self).get("tokenizer")
+        if own is not None and value is not None:
+            self.tokenizer = own_tokenizer(own, value)
 
     @property
     def default_prepend_bos(self) -> bool | None:
@@ -40,25 +59,67 @@ class LensText(FromScratch):
             prepend_bos = self.default_prepend_bos
         return super()._encode(texts, prepend_bos, truncate)
 
-    def _as_batch(self, rows: Any, padding_side: str | None) -> tuple[Tensor, Tensor | None]:
-        return super()._as_batch(rows, padding_side or self.default_padding_side)
+    def prepare(
+        self,
+        input: Any,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        truncate: bool = True,
+    ) -> dict[str, Tensor]:
+        """What the module's forward takes for some texts or tokens.
+
+        A model that reads from left to right gets no mask for padding at the right: no token of a text sees it, and the
+        loss is that of all tokens. Of padding at the left it gets one, for texts and for tokens (see `mask_of`).
+        """
+        if not self._reads_forwards:
+            return super().prepare(input, prepend_bos, padding_side, truncate)
+        texts = texts_in(input)
+        if texts is not None:
+            rows = self._encode(texts, prepend_bos, truncate)
+            if not all(rows):
+                raise_empty(texts, rows)
+            input = self._as_batch(rows, padding_side)[0]
+        tokens = self._tokens(input)
+        mask = self._mask_of(tokens, padding_side, prepend_bos)
+        at_left = mask is not None and not bool((mask[:, 0] != 0).all())
+        made = self._with_mask(tokens, mask if at_left else None)
+        if len(tokens) > 1 and "position_ids" not in made and self._positions_are_looked_at():
+            each = torch.arange(tokens.shape[1], device=tokens.device)
+            made["position_ids"] = each.expand(len(tokens), -1)
+        return made
+
+    def _positions_are_looked_at(self) -> bool:
+        """Whether hooks may see embedded positions: then there are to be some for every text, as in old models."""
+        if self.is_from_scratch or not (current().scopes or self._handles):
+            return False
+        return "hook_pos_embed" in self.tree.table.sites and positions_may_be_given(self)
+
+    @property
+    def _reads_forwards(self) -> bool:
+        """Whether no token sees a later one."""
+        root: Any = self.root
+        return not encodes(self) and bool(getattr(root, "can_generate", lambda: False)())
 
     def mask_of(self, tokens: Tensor) -> Tensor | None:
         """Which tokens are text. With padding at the left, tokens for padding at the left end are none.
 
         Where one token is for padding and for beginnings, the last of them begins the text.
         """
+        return self._mask_of(tokens)
+
+    def _mask_of(
+        self, tokens: Tensor, padding_side: str | None = None, prepend_bos: bool | None = None
+    ) -> Tensor | None:
+        known = masks.remembered(tokens)
+        if known is not None:
+            return None if bool(known.all()) else known.long()
         found = self._told_apart(tokens)
-        tokenizer = self._tokenizer_or_none()
-        side = self.default_padding_side or getattr(tokenizer, "padding_side", "right")
-        pad = getattr(tokenizer, "pad_token_id", None)
-        if found is not None or side != "left" or pad is None or tokens.ndim != 2:
+        side = padding_side or self.default_padding_side
+        if found is not None or side != "left" or tokens.ndim != 2:
             return found
-        leading = (tokens == pad).long().cumprod(-1).sum(-1, keepdim=True)
-        if pad == self._bos() and self.default_prepend_bos:
-            leading = (leading - 1).clamp(min=0)
-        mask = torch.arange(tokens.shape[1], device=tokens.device) >= leading
-        return None if bool(mask.all()) else mask.long()
+        prepends = self.default_prepend_bos if prepend_bos is None else prepend_bos
+        mask = get_attention_mask(self._tokenizer_or_none(), tokens, bool(prepends), side)
+        return None if bool(mask.all()) else mask
 
     def loss_fn(
         self,
@@ -138,6 +199,45 @@ class LensText(FromScratch):
         owner = self._tokenizer_or_none() if self.is_from_scratch else self.module.generation_config
         found = getattr(owner, "eos_token_id", None)
         return found if isinstance(found, int) else -1
+
+
+def own_tokenizer(tokenizer: Any, padding_side: str | None = None) -> Any:
+    """A tokenizer as a `HookedTransformer` has it: with a token for padding, its end token if it had none.
+
+    It is a copy, unless there is nothing to change.
+
+    Args:
+        tokenizer: anybody's, or None.
+        padding_side: where it is to pad; by default where it does.
+    """
+    if tokenizer is None:
+        return None
+    end = getattr(tokenizer, "eos_token", None)
+    if getattr(tokenizer, "pad_token", "none") is None and end is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = end
+    if padding_side not in (None, getattr(tokenizer, "padding_side", None)):
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.padding_side = padding_side
+    return tokenizer
+
+
+def positions_may_be_given(model: TransformerModel) -> bool:
+    """Whether a model computes the same, to the bit, if it is told the positions that it counts by itself."""
+
+    def prove() -> bool:
+        inputs = probe_inputs(model.root)
+        if not padding.accepts(model, "position_ids") or "input_ids" not in inputs:
+            return False
+        batch, length = inputs["input_ids"].shape
+        told = torch.arange(length, device=inputs["input_ids"].device).expand(batch, -1)
+        with trial(model):
+            alone = first_tensor(model.module(**inputs))
+            return torch.equal(
+                alone, first_tensor(model.module(**{**inputs, "position_ids": told}))
+            )
+
+    return known(model, "positions may be given", prove, tried=False)
 
 
 def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:

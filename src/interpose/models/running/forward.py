@@ -17,7 +17,7 @@ from interpose.engine.cache import Cache
 from interpose.engine.model import Model
 from interpose.errors import Unsupported
 from interpose.models.running import padding, rows, segment
-from interpose.models.running.text import is_text
+from interpose.models.running.text import encodes, texts_in
 from interpose.models.running.trial import first_tensor
 
 _UNSAID: Any = "what transformers returns, or logits"
@@ -148,12 +148,18 @@ class Forward(Model):
         mask = kwargs.get("attention_mask")
         if mask is not None:
             mask = kwargs["attention_mask"] = torch.as_tensor(mask).to(self.device)
-        if is_text(given) and mask is not None:
+        words = texts_in(given)
+        if words is not None and mask is not None:
             raise TypeError("a text brings its own mask; give tokens with attention_mask.")
-        tensor = None if is_text(given) else torch.as_tensor(given).to(self.device)
+        tensor = None if words is not None else torch.as_tensor(given).to(self.device)
         made: dict[str, Any]
-        if tensor is not None and tensor.is_floating_point():
+        if tensor is not None and tensor.is_floating_point() and tensor.numel():
             main = getattr(self.root, "main_input_name", "input_ids")
+            if main == "input_ids" and tensor.ndim != 3:
+                raise TypeError(
+                    "tokens are integers [batch, pos] or [pos], and embeddings [batch, pos, d_model]; got "
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}. Tokens as floats: tokens.long()."
+                )
             made = {"inputs_embeds" if main == "input_ids" else main: tensor}
             made |= self._mask_arguments(mask) if main == "input_ids" else {}
         elif tensor is not None and (mask is not None or kwargs.get("past_key_values") is not None):
@@ -163,7 +169,8 @@ class Forward(Model):
             made = self._with_mask(tokens, mask) if fits else {"input_ids": tokens}
         else:
             made = self.prepare(given, prepend_bos, padding_side, truncate)
-        return {**self._decoder_start(made, kwargs), **made, **kwargs}
+        start = self._decoder_start(made, kwargs) if encodes(self) else {}
+        return {**start, **made, **kwargs}
 
     def _mask_arguments(self, mask: Tensor | None) -> dict[str, Any]:
         """What a mask makes necessary besides itself."""
@@ -176,7 +183,7 @@ class Forward(Model):
         if not isinstance(residual, Tensor) or not residual.is_floating_point():
             raise TypeError(
                 "start_at_layer takes the residual stream there, a floating point tensor [batch, pos, "
-                f"d_model], by position; got {type(residual).__name__}."
+                f"d_model], by position; got {_brief(residual)}."
             )
         main = str(getattr(self.root, "main_input_name", "input_ids"))
         if main != "input_ids" and main not in kwargs:
@@ -185,13 +192,9 @@ class Forward(Model):
 
     def _decoder_start(self, made: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What an encoder-decoder's decoder begins with, if the caller does not say."""
-        config: Any = getattr(self.module, "config", None)
+        config: Any = self.module.config
         names = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
-        if not getattr(config, "is_encoder_decoder", False) or any(
-            name in kwargs for name in names
-        ):
-            return {}
-        if not padding.accepts(self, "decoder_input_ids"):
+        if any(name in kwargs for name in names) or not padding.accepts(self, names[0]):
             return {}
         known = [
             getattr(owner, f"{name}_token_id", None)
@@ -224,7 +227,7 @@ class Forward(Model):
                 f"the loss is that of next tokens, and {type(self.root).__name__} predicts none."
                 + (hint if padding.accepts(self, "labels") else "")
             )
-        decoder = "decoder_" if getattr(self.root.config, "is_encoder_decoder", False) else ""
+        decoder = "decoder_" if encodes(self) else ""
         tokens = given.get(f"{decoder}input_ids")
         if tokens is None:
             raise ValueError(
@@ -236,6 +239,13 @@ class Forward(Model):
                 f"{tuple(logits.shape)} for {decoder}input_ids of shape {tuple(tokens.shape)}."
             )
         return next_token_loss(logits, tokens, given.get(f"{decoder}attention_mask"), per_token)
+
+
+def _brief(given: Any) -> str:
+    """What something is, for errors."""
+    if isinstance(given, Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return type(given).__name__
 
 
 def next_token_loss(

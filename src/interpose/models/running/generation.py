@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.models.running.rows import as_arguments, read, tokens_of
-from interpose.models.running.text import is_text
+from interpose.models.running.text import encodes, is_text
 from interpose.taps.context import Whereabouts, current
 
 if TYPE_CHECKING:
@@ -86,12 +86,13 @@ _HERE: contextvars.ContextVar[Generation | None] = contextvars.ContextVar(
 
 
 def whereabouts(model: TransformerModel, arguments: Mapping[str, Any]) -> Whereabouts:
-    """Where in a text a forward pass is, from what its model is given."""
-    here, encodes = _HERE.get(), _encodes(model)
+    """Where in a text a forward pass with these arguments is."""
+    here, decodes = _HERE.get(), encodes(model)
     if here is not None and here.root is model.root:  # and not an assistant's
-        return here.whereabouts(arguments, encodes)._replace(encodes=encodes)
-    cache, length = _cache(arguments), _length(arguments, encodes)
-    return Whereabouts(_offset(cache, arguments, length), None, length, cache, encodes)
+        return here.whereabouts(arguments, decodes)._replace(encodes=decodes)
+    cache, length = _cache(arguments), _length(arguments, decodes)
+    offset = 0 if cache is None else _offset(cache, arguments, length)
+    return Whereabouts(offset, None, length, cache, decodes)
 
 
 def kept_of(text: Any) -> int | None:
@@ -151,25 +152,20 @@ def _length(arguments: Mapping[str, Any], encodes: bool) -> int | None:
     return int(found.shape[1]) if isinstance(found, Tensor) and found.ndim > 1 else None
 
 
-def _encodes(model: TransformerModel) -> bool:
-    config = getattr(model.module, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False))
-
-
 def _given(
     model: TransformerModel, texts: Any, prepend_bos: bool | None, padding_side: str | None
 ) -> dict[str, Any]:
     """What transformers' generate takes. A decoder goes on from the last column, so that no padding may be there."""
-    encodes = _encodes(model)
+    decodes = encodes(model)
     if is_text(texts):
-        side = padding_side or ("right" if encodes else "left")
+        side = padding_side or ("right" if decodes else "left")
         return model.prepare(texts, prepend_bos=prepend_bos, padding_side=side)
     given = as_arguments(model, texts) if isinstance(texts, Mapping) else model.prepare(texts)
     tokens, mask = given.get("input_ids"), given.get("attention_mask")
     if tokens is not None and mask is None:
         mask = model.mask_of(tokens)
     alone = set(given) <= {"input_ids", "attention_mask", "position_ids"}
-    if encodes or mask is None or not alone or bool((mask[:, -1] != 0).all()):
+    if decodes or mask is None or not alone or bool((mask[:, -1] != 0).all()):
         return given
     rows = read(model, {"input_ids": tokens, "attention_mask": mask})
     return model._with_mask(*model._as_batch([tokens_of(row).tolist() for row in rows], "left"))
@@ -215,7 +211,7 @@ def _begun(
     model: TransformerModel, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Generation:
     """A generation, with what is known of its prompt; the first forward pass tells the rest."""
-    if _encodes(model):
+    if encodes(model):
         drafts = ("assistant_model", "prompt_lookup_num_tokens")
         speculates = any(options.get(name) is not None for name in drafts)
         own = given.get("decoder_input_ids")  # else the first pass has the prompt and nothing more

@@ -29,18 +29,18 @@ def remember(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         tokens: a new tensor, which nothing else is a view of.
         mask: of the same shape, 0 where there is padding; None if there is none.
     """
-    plain = tokens.is_contiguous() and tokens.nbytes == _storage(tokens).nbytes()
-    if plain:
+    storage = tokens.untyped_storage()
+    if tokens.is_contiguous() and tokens.nbytes == storage.nbytes():
         whole = mask is None or bool((mask != 0).all())
         text = None if whole or mask is None else (mask != 0).to(tokens.device).contiguous()
-        _REMEMBERED[_storage(tokens)] = (text, tokens.dtype, _version(tokens))
+        _REMEMBERED[storage] = (text, tokens.dtype, _version(tokens))
     return tokens
 
 
 def remembered(tokens: Tensor) -> Tensor | None:
     """Which tokens are text, as `remember` was told of them or of what they are a view of; None if it was not."""
     try:
-        found = _REMEMBERED.get(_storage(tokens))
+        found = _REMEMBERED.get(tokens.untyped_storage())
     except (NotImplementedError, RuntimeError):  # a tensor without a storage, inside a transform
         return None
     if found is None or found[1:] != (tokens.dtype, _version(tokens)):
@@ -56,10 +56,6 @@ def moved(tokens: Tensor, device: torch.device | str) -> Tensor:
     there = tokens.to(device)
     known = None if there is tokens else remembered(tokens)
     return there if known is None else remember(there, known)
-
-
-def _storage(tokens: Tensor) -> torch.UntypedStorage:
-    return tokens.untyped_storage()
 
 
 def _version(tokens: Tensor) -> int:

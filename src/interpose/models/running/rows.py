@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.errors import Unsupported
 from interpose.models.running import masks
 from interpose.models.running.padding import accepts
-from interpose.models.running.text import is_text
+from interpose.models.running.text import raise_empty, texts_in
 
 Row = dict[str, Tensor]
 """What the module takes for one text, each [pos]: ``input_ids``, and what a mapping has besides.
@@ -45,18 +46,33 @@ def read(
         prepend_bos: as in ``to_tokens``, for texts.
         truncate: cut texts that are longer than the model's context; by default they are refused.
     """
-    if not hasattr(model, "to_tokens"):
-        raise TypeError(
-            f"a model of transformers is wrapped first: ip.wrap(module, tokenizer), or ip.load(name); got "
-            f"{type(model).__name__}."
-        )
+    must_read_text(model)
     if isinstance(given, Mapping):
         return _of_mapping(model, given)
     given = given if isinstance(given, (str, Tensor)) else list(given)
-    if is_text(given):
-        return _of_texts(model, [given] if isinstance(given, str) else given, prepend_bos, truncate)
+    texts = texts_in(given)
+    if texts is not None:
+        return _of_texts(model, texts, prepend_bos, truncate)
     tokens = _tokens(given, "texts are strings, or tokens")
     return _without_padding({"input_ids": tokens}, _known(model, tokens), model.device)
+
+
+def must_read_text(model: Any) -> None:
+    """Refuse what cannot run texts: every method that takes texts asks here."""
+    module = getattr(model, "module", model)
+    name = type(module).__name__
+    if not hasattr(model, "to_tokens"):
+        raise Unsupported(
+            f"this runs texts through a model of transformers, whose layers and heads are known; got {name}. "
+            "Load one with ip.load(name), or wrap one with its tokenizer: ip.wrap(module, tokenizer). "
+            "Of other modules, run edits one by one: model.run_with_hooks(x, hooks=[...])."
+        )
+    reads = getattr(model.root, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise Unsupported(
+            f"this runs texts, and {name} reads {reads}: it is no language model. Run it with its own inputs: "
+            f"model.run_with_hooks({reads}=..., hooks=[...]), model.run_with_cache({reads}=...)."
+        )
 
 
 def read_tokens(given: Any) -> list[list[int]]:
@@ -103,7 +119,8 @@ def _of_texts(
     model: Any, texts: Sequence[str], prepend_bos: bool | None, truncate: bool
 ) -> list[Row]:
     found = model._encode(texts, prepend_bos, truncate)
-    model._must_not_be_empty(texts, found)
+    if not all(found):
+        raise_empty(texts, found)
     most, longest = model._longest_text(), max(map(len, found))
     if not truncate and most is not None and longest > most:
         raise ValueError(

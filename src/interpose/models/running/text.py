@@ -55,7 +55,7 @@ class Text(Model):
             padding_side: ``left`` or ``right``; by default the tokenizer's.
             truncate: cut texts that are longer than the model's context.
         """
-        rows = self._encode(_texts(input), prepend_bos, truncate)
+        rows = self._encode(_must_be_texts(input), prepend_bos, truncate)
         return self._as_batch(rows, padding_side)[0]
 
     def prepare(
@@ -77,21 +77,17 @@ class Text(Model):
             padding_side: as in `to_tokens`, for texts.
             truncate: as in `to_tokens`, for texts.
         """
-        if not is_text(input):
+        if isinstance(input, (list, tuple)) and not len(input):
+            raise ValueError("there is no text: give at least one.")
+        texts = texts_in(input)
+        if texts is None:
             tokens = self._tokens(input)
             return self._with_mask(tokens, self.mask_of(tokens))
-        texts = _texts(input)
         rows = self._encode(texts, prepend_bos, truncate)
-        self._must_not_be_empty(texts, rows)
-        return self._with_mask(*self._as_batch(rows, padding_side))
-
-    def _must_not_be_empty(self, texts: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
-        for text, row in zip(texts, rows):
-            if not row:
-                raise ValueError(
-                    f"the text {text!r} has no tokens, so there is nothing to run. With "
-                    "prepend_bos=True it would have one."
-                )
+        if not all(rows):
+            raise_empty(texts, rows)
+        tokens, mask = self._as_batch(rows, padding_side)
+        return {"input_ids": tokens} if mask is None else self._with_mask(tokens, mask)
 
     def _tokens(self, given: Any) -> Tensor:
         """Tokens as the model takes them: [batch, pos], on its device."""
@@ -102,7 +98,22 @@ class Text(Model):
                 f"tokens are integers of shape [batch, pos] or [pos]; got {tokens.dtype} of shape "
                 f"{tuple(tokens.shape)}."
             )
+        self._must_be_in_vocabulary(tokens)
         return masks.moved(tokens, self.device)
+
+    def _must_be_in_vocabulary(self, tokens: Tensor) -> None:
+        """Refuse tokens that the model has no embedding for. Tokens on another device are not waited for."""
+        config = self._text_config()
+        if tokens.is_cpu and tokens.numel() and config is getattr(self.module, "config", None):
+            size = getattr(
+                config, "vocab_size", None
+            )  # beside a vision tower, more ids mean something
+            low, high = map(int, tokens.aminmax())
+            if isinstance(size, int) and (low < 0 or high >= size):
+                raise IndexError(
+                    f"token {low if low < 0 else high} is not there: the model has tokens 0 to {size - 1}. "
+                    "Are these tokens of another tokenizer? model.to_tokens(text) makes this model's."
+                )
 
     def _with_mask(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         """The arguments for tokens of which some are padding."""
@@ -143,7 +154,8 @@ class Text(Model):
         """Token ids of each text, none of them padded."""
         limit = self._longest_text() if truncate else None
         rows = self._ids(texts, special=True, limit=limit)
-        self._tell_of_cuts(texts, rows, limit)
+        if limit is not None and any(len(row) == limit for row in rows):
+            self._tell_of_cuts(texts, rows, limit)
         if prepend_bos is None:
             return rows
         bos = self._bos()
@@ -158,11 +170,11 @@ class Text(Model):
             return [row[1:] if row[:1] == [bos] else row for row in rows]
         return rows
 
-    def _tell_of_cuts(self, texts: Sequence[str], rows: list[list[int]], limit: int | None) -> None:
+    def _tell_of_cuts(self, texts: Sequence[str], rows: list[list[int]], limit: int) -> None:
         """Warn of texts that were cut: what comes next is then asked of another text."""
         full = [text for text, row in zip(texts, rows) if len(row) == limit]
-        longest = max(map(len, self._ids(full, special=True)), default=0) if full else 0
-        if limit is not None and longest > limit:
+        longest = max(map(len, self._ids(full, special=True)))
+        if longest > limit:
             warnings.warn(
                 f"a text of {longest} tokens is cut to the {limit} that the model has positions for; truncate=False "
                 "does not cut.",
@@ -208,6 +220,8 @@ class Text(Model):
         if side not in ("left", "right"):
             raise ValueError(f"padding_side is 'left' or 'right'; got {side!r}")
         length = max(map(len, rows))
+        if min(map(len, rows)) == length:
+            return masks.remember(torch.tensor(rows, dtype=torch.long).to(self.device)), None
         pad = self._filler()
         tokens = torch.full((len(rows), length), pad, dtype=torch.long)
         mask = torch.zeros_like(tokens)
@@ -216,8 +230,7 @@ class Text(Model):
             tokens[number, where] = torch.tensor(row, dtype=torch.long)
             mask[number, where] = 1
         tokens, mask = tokens.to(self.device), mask.to(self.device)
-        masks.remember(tokens, mask)
-        return tokens, mask if any(len(row) < length for row in rows) else None
+        return masks.remember(tokens, mask), mask
 
     def _filler(self) -> int:
         """What padding is filled with: a pad token if there is one, else any the model has."""
@@ -288,7 +301,7 @@ class Text(Model):
         if isinstance(input, str):
             return self._pieces(self._encode([input], prepend_bos, truncate=True)[0])
         if is_text(input):
-            rows = self._encode(_texts(input), prepend_bos, truncate=True)
+            rows = self._encode(_must_be_texts(input), prepend_bos, truncate=True)
             return [self._pieces(row) for row in rows]
         rows = _plain(input)
         if not rows or not isinstance(rows[0], list):
@@ -301,15 +314,50 @@ class Text(Model):
 
     def to_single_token(self, string: str) -> int:
         """The one token that a string is; an error that shows the pieces if it is none or several."""
+        found = self._single(string)
+        if found is None:
+            row = self._ids([string], special=False)[0]
+            spaced = None if string[:1].isspace() else self._single(f" {string}")
+            meant = "" if spaced is None else f" Did you mean {' ' + string!r}, which is one?"
+            raise ValueError(
+                f"{string!r} is {len(row)} tokens and not one: {self._pieces(row)}.{meant} Most tokenizers "
+                "have words with the space before them (' Paris'); look with to_str_tokens, or give the number."
+            )
+        return found
+
+    def _single(self, string: str) -> int | None:
+        """The one token that a string is, if it is one."""
         row = self._ids([string], special=False)[0]
         if len(row) == 2 and self._pieces(row)[1] == string:
             return row[1]  # a tokenizer that begins every text with a space has put one too many
-        if len(row) != 1:
-            raise ValueError(
-                f"{string!r} is {len(row)} tokens and not one: {self._pieces(row)}. Most tokenizers "
-                "have words with the space before them (' Paris'); look with to_str_tokens, or give the number."
-            )
-        return row[0]
+        return row[0] if len(row) == 1 else None
+
+    def to_answer(self, string: str, before: Tensor) -> int:
+        """The token that a string is as what comes next; an error where the same with a space would.
+
+        ``Paris`` after ``The Eiffel Tower is in`` is hardly meant as it stands, where `` Paris`` is another token. A
+        number is always taken as it is.
+
+        Args:
+            string: the answer.
+            before: the tokens that it is to follow, [pos].
+        """
+        token = self.to_single_token(string)
+        if not string[:1].isalnum():
+            return token
+        spaced = self._single(f" {string}")
+        if spaced in (None, token):
+            return token
+        last = before[-8:].tolist()  # a character may be several tokens
+        text = self._tokenizer().decode(last, skip_special_tokens=True)
+        if not text or not (text[-1].isalnum() or text[-1] in ".,;:!?)]}"):
+            return token
+        if self._ids([f"{text} {string}"], special=False)[0][-1] != spaced:
+            return token
+        raise ValueError(
+            f"the answer {string!r} is to follow {text!r}, and {' ' + string!r} is a token, too, which comes after a "
+            f"word. Which is meant? Write {' ' + string!r}; or {token}, the number of the token without a space."
+        )
 
     def to_single_str_token(self, token: int) -> str:
         """One token as a string."""
@@ -356,19 +404,37 @@ class Text(Model):
         return places[0] if mode == "first" else places[-1]
 
 
+def encodes(model: Model) -> bool:
+    """Whether an encoder reads what is given, and a decoder something else."""
+    return bool(getattr(getattr(model.module, "config", None), "is_encoder_decoder", False))
+
+
+def texts_in(given: object) -> list[str] | None:
+    """The texts that something is: one, or a list of them; None if it is anything else."""
+    if isinstance(given, str):
+        return [given]
+    several = isinstance(given, (list, tuple)) and given and all(isinstance(x, str) for x in given)
+    return list(given) if several else None  # type: ignore[call-overload]
+
+
 def is_text(given: object) -> bool:
     """Whether something is a text or several."""
-    if isinstance(given, str):
-        return True
-    return (
-        isinstance(given, (list, tuple)) and bool(given) and all(isinstance(x, str) for x in given)
-    )
+    return texts_in(given) is not None
 
 
-def _texts(given: Any) -> list[str]:
-    if not is_text(given):
+def _must_be_texts(given: object) -> list[str]:
+    texts = texts_in(given)
+    if texts is None:
         raise TypeError(f"a text or a list of texts is needed; got {given!r}")
-    return [given] if isinstance(given, str) else list(given)
+    return texts
+
+
+def raise_empty(texts: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
+    """Say which of some texts has no tokens."""
+    empty = next(text for text, row in zip(texts, rows) if not row)
+    raise ValueError(
+        f"the text {empty!r} has no tokens, so there is nothing to run. With prepend_bos=True it would have one."
+    )
 
 
 def _plain(tokens: Any) -> list[Any]:

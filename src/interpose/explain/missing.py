@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
-from interpose.sites.grammar import OUTPUT
+from interpose.explain.words import hint, nearest, some
+from interpose.names import Speller, kinds, layer_of, of_transformers, short_form
 
-if TYPE_CHECKING:
-    from interpose.sites.tree import ModuleTree
+ModuleTree = Any  # of `interpose.sites`, which stands above
 
 
 def explain_missing(tree: ModuleTree, name: str) -> str:
@@ -29,21 +28,21 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         what = (
             f"{where} is there, but {rest!r} is none of #0 (its first call), .input, .output, [0]."
         )
-        hint = f"did you mean {path!r}?"
+        last = f"did you mean {path!r}?"
     elif segment in dict(module.named_parameters(recurse=False)):
         what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
-        hint = f"read it: model.get_parameter({name!r})"
+        last = f"read it: model.get_parameter({name!r})"
     else:
         what = _inventory(tree, module, where, segment)
         near = guess(tree, name)
-        hint = f"did you mean {near!r}?" if near else "no name is close to it."
-    return f"no site {name!r} in {tree.label}.\n  {what}\n  {hint}   (list them: model.sites)"
+        last = f"did you mean {near!r}?" if near else "no name is close to it."
+        last = (not (near or path) and of_transformers(name)) or last
+    return f"no site {name!r} in {tree.label}.\n  {what}\n  {last}   (list them: model.sites)"
 
 
 def explain_nothing(tree: ModuleTree, asked: object) -> str:
     """The text of `NothingMatched`."""
-    names = [tree.spell(path, OUTPUT) for path, _ in tree.modules()]
-    shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    shown = some(tree.place(path, module).name for path, module in tree.modules())
     if isinstance(asked, str):
         what = f"the glob {asked!r}"
         note = "\n  In a glob `*` stays within one dotted segment and `**` spans many."
@@ -64,7 +63,7 @@ def guess(tree: ModuleTree, name: str) -> str | None:
         segment, mark, after = re.match(r"([^.#\[]*)(.?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
         if not segment or tree.leads_somewhere(text):
             break
-        near = _close(segment, [*tree.children(module), "input", "output"])
+        near = nearest(segment, [*tree.children(module), "input", "output"])
         if near is None or near == segment:
             break
         text = (f"{path}." if path else "") + near + mark + after
@@ -72,12 +71,7 @@ def guess(tree: ModuleTree, name: str) -> str | None:
         return text
     names = [path for path, _ in tree.modules() if path]
     ending = [path for path in names if path.endswith(f".{name}")]
-    return ending[0] if ending else _close(name, names)
-
-
-def _close(text: str, choices: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(text, list(choices), n=1)
-    return near[0] if near else None
+    return ending[0] if ending else nearest(name, names)
 
 
 def _inventory(tree: ModuleTree, module: nn.Module, where: str, segment: str) -> str:
@@ -88,3 +82,50 @@ def _inventory(tree: ModuleTree, module: nn.Module, where: str, segment: str) ->
         more = f", ... ({len(children)} in all)" if len(children) > 10 else ""
         return f"{where} has: {', '.join(children[:10])}{more}; and input, output"
     return f"{where} is a {type(module).__name__} with no parts; it has: input, output"
+
+
+def explain_attribute(model: Any, name: str) -> str:
+    """The text of an AttributeError: what neither a model nor its module has."""
+    said = f"neither {type(model).__name__} nor {type(model.module).__name__} has {name!r}"
+    if name.startswith("_"):
+        return said
+    import interpose
+
+    if name in interpose.__all__:
+        return f"{said}; it is a function: ip.{name}(model, ...)"
+    missing = "" if hasattr(type(model), "cfg") else of_transformers(name)
+    if missing:
+        return f"{said}.\n  {missing}"
+    module = model.module
+    parts = (*dir(type(model)), *module._modules, *vars(module), *dir(type(module)))
+    public = (word for word in parts if word[0] != "_")
+    return said + hint(name, public, lambda word: f"model.{word}")
+
+
+def explain_not_kept(speller: Speller | Any, key: str, kept: Sequence[str]) -> str:
+    """Why a value is not among those that a run kept, and what to write.
+
+    Args:
+        speller: the names that are known of the model.
+        key: the canonical spelling of what was asked for.
+        kept: what there is.
+    """
+    stem = key.removesuffix("_grad")
+    if not isinstance(speller, Speller):
+        near = nearest(stem, kept, 0.7)
+        meant = "" if near is None else f"Did you mean {near!r}? "
+        return f"{meant}A run keeps what its names_filter says."
+    where = layer_of(stem)
+    count = 0 if where is None else speller.blocks(where[0])
+    if stem in speller.absent:
+        return f"The model has no such site: {speller.absent[stem]}."
+    if stem in speller.sites and stem not in kept:
+        why = "The run did not keep it" if speller.sites[stem] else "It is kept only when named"
+        return f"{why}: run_with_cache(..., names_filter=[{short_form(stem)}, ...])."
+    kind = stem.removeprefix("hook_")
+    if where is None and kind in kinds():
+        return f"It is in every block; say which: cache[{kind!r}, 3], or -1 for the last."
+    if where is not None and count and not 0 <= where[1] < count:
+        return f"The model has layers 0 to {count - 1}."
+    near = nearest(stem, [*kept, *(name for name in speller.sites if name not in kept)])
+    return "" if near is None else f"Did you mean {short_form(near)}?"

@@ -1,0 +1,22 @@
+"""What TransformerLens knows of published models by their names: facts, and nothing that a model itself says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WITHOUT_BOS = frozenset(
+    """
+    audioflamingo3 bloom ernie4_5 ernie4_5_moe exaone exaone4 glm glm4 glm4_moe glm4_moe_lite
+    glm4v glm_moe_dsa glmasr gpt_neox granite granitemoe granitemoehybrid minimax_m2 mpt
+    musicflamingo phi phimoe qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen3 qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma
+    seed_oss smollm3 starcoder2
+    """.split()
+)
+"""Types of models before whose texts TransformerLens 4.3's bridge puts no BOS token."""
+
+
+def bridge_prepends_bos(module: Any) -> bool:
+    """Whether TransformerLens 4.3's bridge begins the texts of a model with a BOS token."""
+    config = getattr(module, "config", None)
+    return getattr(config, "model_type", None) not in WITHOUT_BOS
