@@ -36,6 +36,7 @@ class Sites(Mapping[str, Site]):
         self._seen = seen
         self._calls = calls
         self._chosen = chosen
+        self._indexed = -1
 
     def select(self, wanted: Filter) -> Sites:
         """The sites that a filter means."""
@@ -64,12 +65,13 @@ class Sites(Mapping[str, Site]):
 
     def _leaves(self, site: Site) -> list[tuple[int | str, ...]]:
         """The tensors seen at a site."""
-        at = len(site.tail.leaf)
-        return [
-            leaf
-            for path, port, leaf in self._seen
-            if path == site.path and port == site.tail.port and leaf[:at] == site.tail.leaf
-        ]
+        if self._indexed != len(self._seen):
+            self._by_place: dict[tuple[str, str], list[tuple[int | str, ...]]] = {}
+            for path, port, leaf in self._seen:
+                self._by_place.setdefault((path, port), []).append(leaf)
+            self._indexed = len(self._seen)
+        at, there = len(site.tail.leaf), self._by_place.get((site.path, site.tail.port), [])
+        return [leaf for leaf in there if leaf[:at] == site.tail.leaf]
 
     def _informed(self, site: Site) -> Site:
         leaves = self._leaves(site)
@@ -93,16 +95,16 @@ class Sites(Mapping[str, Site]):
             return [
                 (site.name, type(site.module).__name__, self._about(site)) for site in self._all()
             ]
-        root = self._tree.site("").module
+        root, alike = self._tree.site("").module, _Alike()
         for depth in (99, 6, 5, 4, 3, 2, 1):
             rows = [("output", type(root).__name__, self._about(self._tree.site("")))]
-            rows += self._below(root, "", depth, 1)
+            rows += self._below(root, "", depth, 1, alike)
             if len(rows) <= MOST_ROWS:
                 break
         return rows
 
     def _below(
-        self, module: nn.Module, path: str, depth: int, level: int
+        self, module: nn.Module, path: str, depth: int, level: int, alike: _Alike
     ) -> Iterator[tuple[str, str, str]]:
         children = [
             (name, child) for name, child in children_of(module).items() if child is not None
@@ -114,7 +116,7 @@ class Sites(Mapping[str, Site]):
             while (
                 name.isdigit()
                 and end < len(children)
-                and _shape_of(children[end][1]) == _shape_of(child)
+                and alike.shape_of(children[end][1]) == alike.shape_of(child)
             ):
                 end += 1
             inner = f"{path}.{name}" if path else name
@@ -124,7 +126,7 @@ class Sites(Mapping[str, Site]):
             kind = f"{end - at} x {type(child).__name__}" if end - at > 1 else type(child).__name__
             yield label, kind, self._about(self._tree.site(inner))
             if depth > 1:
-                yield from self._below(child, inner, depth - 1, level + 1)
+                yield from self._below(child, inner, depth - 1, level + 1, alike)
             elif children_of(child):
                 yield f"{'  ' * (level + 1)}...", "", f"model.sites.select('{inner}.**')"
             at = end
@@ -155,11 +157,21 @@ class Sites(Mapping[str, Site]):
         return html_table(self._header, rows, title=self._title())
 
 
-def _shape_of(module: nn.Module) -> str:
-    """Alike for modules that print as the same tree."""
-    inner = ",".join(
-        f"{name}:{_shape_of(child)}"
-        for name, child in children_of(module).items()
-        if child is not None
-    )
-    return f"{type(module).__name__}({module.extra_repr()};{inner})"
+class _Alike:
+    """Numbers for modules, the same for those that print as the same tree; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
+
+    def shape_of(self, module: nn.Module) -> int:
+        """A module's number."""
+        known = self._of.get(id(module))
+        if known is None:
+            parts = children_of(module).items()
+            inner = tuple(
+                (name, self.shape_of(child)) for name, child in parts if child is not None
+            )
+            made = (type(module).__name__, module.extra_repr(), inner)
+            known = self._of[id(module)] = self._numbers.setdefault(made, len(self._numbers))
+        return known

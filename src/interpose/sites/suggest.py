@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from interpose.files.schema import shown
 from interpose.sites.grammar import OUTPUT
 
 if TYPE_CHECKING:
     from interpose.sites.tree import ModuleTree
+
+
+_LONG = 300
+"""Letters of a name that errors show."""
 
 
 def explain_missing(tree: ModuleTree, name: str) -> str:
@@ -26,9 +31,7 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         rest = rest[len(segment) :]
     where = repr(path) if path else tree.label
     if rest.startswith(("#", "[")):
-        what = (
-            f"{where} is there, but {rest!r} is none of #0 (its first call), .input, .output, [0]."
-        )
+        what = f"{where} is there, but {shown(rest, _LONG)} is none of #0 (its first call), .input, .output, [0]."
         hint = f"did you mean {path!r}?"
     elif segment in dict(module.named_parameters(recurse=False)):
         what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
@@ -37,15 +40,15 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         what = _inventory(tree, module, where, segment)
         near = guess(tree, name)
         hint = f"did you mean {near!r}?" if near else "no name is close to it."
-    return f"no site {name!r} in {tree.label}.\n  {what}\n  {hint}   (list them: model.sites)"
+    return f"no site {shown(name, _LONG)} in {tree.label}.\n  {what}\n  {hint}   (list them: model.sites)"
 
 
 def explain_nothing(tree: ModuleTree, asked: object) -> str:
     """The text of `NothingMatched`."""
     names = [tree.spell(path, OUTPUT) for path, _ in tree.modules()]
-    shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    some = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     if isinstance(asked, str):
-        what = f"the glob {asked!r}"
+        what = f"the glob {shown(asked, _LONG)}"
         note = "\n  In a glob `*` stays within one dotted segment and `**` spans many."
     else:
         code = getattr(asked, "__code__", None)
@@ -53,7 +56,7 @@ def explain_nothing(tree: ModuleTree, asked: object) -> str:
         named = getattr(asked, "__name__", None)
         what = f"the filter {asked!r}" if named is None else f"the filter {named!r}{place}"
         note = ""
-    return f"{what} matches no site in {tree.label}.\n  sites are: {shown}{note}   (list them: model.sites)"
+    return f"{what} matches no site in {tree.label}.\n  sites are: {some}{note}   (list them: model.sites)"
 
 
 def guess(tree: ModuleTree, name: str) -> str | None:
@@ -83,7 +86,7 @@ def _close(text: str, choices: Iterable[str]) -> str | None:
 def _inventory(tree: ModuleTree, module: nn.Module, where: str, segment: str) -> str:
     children = list(tree.children(module))
     if children and all(child.isdigit() for child in children):
-        return f"{where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}."
+        return f"{where} has {len(children)} entries (0..{len(children) - 1}), no {shown(segment, _LONG)}."
     if children:
         more = f", ... ({len(children)} in all)" if len(children) > 10 else ""
         return f"{where} has: {', '.join(children[:10])}{more}; and input, output"

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
+from interpose.files.schema import shown
 from interpose.models.naming import names
 from interpose.models.naming.table import Table
 from interpose.sites.grammar import Tail, compile_glob, is_glob
@@ -174,7 +175,7 @@ class SemanticTree(ModuleTree):
             self._selected[asked] = hits
             return hits
         if names.looks_semantic(name):
-            raise NothingMatched(self._nothing(f"the glob {name!r}"))
+            raise NothingMatched(self._nothing(f"the glob {shown(name, 300)}"))
         return super().select(name)
 
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
@@ -210,16 +211,14 @@ class SemanticTree(ModuleTree):
             here = ".".join(segments[: at + 1])
         else:
             children = self._children(here)
-        shown = ", ".join(children[:12]) + (
-            f", ... ({len(children)})" if len(children) > 12 else ""
-        )
+        some = ", ".join(children[:12]) + (f", ... ({len(children)})" if len(children) > 12 else "")
         if children and all(child.isdigit() for child in children):
-            shown = f"{len(children)} entries (0..{len(children) - 1})"
+            some = f"{len(children)} entries (0..{len(children) - 1})"
         where = repr(here) if here else self.label
         near = difflib.get_close_matches(key, list(self.table.sites), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "no name is close to it."
         return (
-            f"no site {name!r} in {self.label}.\n  {where} has: {shown}\n  {hint}   "
+            f"no site {shown(name, 300)} in {self.label}.\n  {where} has: {some}\n  {hint}   "
             "(list them: model.sites)"
         )
 
