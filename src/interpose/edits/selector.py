@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose import names
 from interpose.edits.blocks import check_axes, find
 from interpose.edits.expressions import written
 from interpose.edits.positions import MOST
 from interpose.edits.saving import Saved
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, NothingMatched, NothingSelected
-from interpose.models.naming import names
 from interpose.models.selection import entries
 from interpose.sites.grammar import is_glob
 from interpose.sites.tree import Filter, ModuleTree, Site

@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
+from interpose.explain.missing import explain_missing, explain_nothing
+from interpose.explain.words import some
+from interpose.names import Speller
 from interpose.sites.grammar import OUTPUT, Key, Tail, compile_glob, is_glob, parse_tail, spell
 from interpose.sites.lens import Lens, Switch
-from interpose.sites.suggest import explain_missing, explain_nothing
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -81,7 +83,7 @@ class Selector(Protocol):
 
 
 Filter = str | re.Pattern[str] | Callable[[str], bool] | Site | Iterable[object] | Selector | None
-"""What selects sites: None for all outputs, a name, a glob, a regex, a callable on names, a list of these."""
+"""What selects sites: None for all outputs, a name, a glob, a regex, a callable, a class of modules, a list."""
 
 
 class ModuleTree:
@@ -186,6 +188,10 @@ class ModuleTree:
     spelling: Callable[[Any], str] | None = None
     """Turns other spellings of a name into the canonical one, where there are such."""
 
+    def speller(self) -> Speller | None:
+        """The same as data, as far as names are known, for values that outlive the model."""
+        return None
+
     def meaning(self, name: str) -> str | None:  # noqa: ARG002
         """Another name, by what a place means, where that is known."""
         return None
@@ -218,6 +224,14 @@ class ModuleTree:
             return [(wanted, True)]
         if hasattr(wanted, "select_in"):  # a selector
             return wanted.select_in(self)  # type: ignore[no-any-return]
+        if is_class(wanted):
+            kinds = [pair for pair in self.modules() if isinstance(pair[1], wanted)]
+            if not kinds:
+                there = dict.fromkeys(type(module).__name__ for _, module in self.modules())
+                raise NothingMatched(
+                    f"no module of {self.label} is a {wanted.__name__}. There are: {some(there)}."
+                )
+            return [(self.place(*pair), False) for pair in kinds]
         if isinstance(wanted, nn.Module):
             inner = _unwrapped(wanted)
             for path, module in self.modules():
@@ -248,7 +262,7 @@ class ModuleTree:
                 )
             return list(found.values())
         raise TypeError(
-            "a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list "
+            "a site filter is None, a name, a glob, a re.Pattern, a callable on names, a class of modules, or a list "
             f"of these; got {type(wanted).__name__}: {wanted!r}"
         )
 
@@ -316,6 +330,11 @@ def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
     if not taken or tail.call is not None or tail == OUTPUT:
         return f"{path}{tail}"
     return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
+
+
+def is_class(wanted: object) -> TypeGuard[type[nn.Module]]:
+    """Whether a filter is a class of modules, such as nn.Linear, which stands for all of that class."""
+    return isinstance(wanted, type) and issubclass(wanted, nn.Module)
 
 
 def join(found: dict[str, tuple[Site, bool]], site: Site, outright: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from interpose import names
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_processing import LensProcessing
@@ -30,7 +31,6 @@ from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models import loading
-from interpose.models.naming import names
 
 _NICKNAMES = {"gpt2-small": "gpt2"}
 _ORGANISATIONS = {
