@@ -95,16 +95,16 @@ class Sites(Mapping[str, Site]):
             return [
                 (site.name, type(site.module).__name__, self._about(site)) for site in self._all()
             ]
-        root, alike = self._tree.site("").module, _Alike()
+        root, known = self._tree.site("").module, dict[Any, int]()
         for depth in (99, 6, 5, 4, 3, 2, 1):
             rows = [("output", type(root).__name__, self._about(self._tree.site("")))]
-            rows += self._below(root, "", depth, 1, alike)
+            rows += self._below(root, "", depth, 1, known)
             if len(rows) <= MOST_ROWS:
                 break
         return rows
 
     def _below(
-        self, module: nn.Module, path: str, depth: int, level: int, alike: _Alike
+        self, module: nn.Module, path: str, depth: int, level: int, known: dict[Any, int]
     ) -> Iterator[tuple[str, str, str]]:
         children = [
             (name, child) for name, child in children_of(module).items() if child is not None
@@ -116,7 +116,7 @@ class Sites(Mapping[str, Site]):
             while (
                 name.isdigit()
                 and end < len(children)
-                and alike.shape_of(children[end][1]) == alike.shape_of(child)
+                and _number(children[end][1], known) == _number(child, known)
             ):
                 end += 1
             inner = f"{path}.{name}" if path else name
@@ -126,7 +126,7 @@ class Sites(Mapping[str, Site]):
             kind = f"{end - at} x {type(child).__name__}" if end - at > 1 else type(child).__name__
             yield label, kind, self._about(self._tree.site(inner))
             if depth > 1:
-                yield from self._below(child, inner, depth - 1, level + 1, alike)
+                yield from self._below(child, inner, depth - 1, level + 1, known)
             elif children_of(child):
                 yield f"{'  ' * (level + 1)}...", "", f"model.sites.select('{inner}.**')"
             at = end
@@ -157,21 +157,11 @@ class Sites(Mapping[str, Site]):
         return html_table(self._header, rows, title=self._title())
 
 
-class _Alike:
-    """Numbers for modules, the same for those that print as the same tree; each is looked at once."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, int] = {}
-        self._numbers: dict[Any, int] = {}
-
-    def shape_of(self, module: nn.Module) -> int:
-        """A module's number."""
-        known = self._of.get(id(module))
-        if known is None:
-            parts = children_of(module).items()
-            inner = tuple(
-                (name, self.shape_of(child)) for name, child in parts if child is not None
-            )
-            made = (type(module).__name__, module.extra_repr(), inner)
-            known = self._of[id(module)] = self._numbers.setdefault(made, len(self._numbers))
-        return known
+def _number(module: nn.Module, known: dict[Any, int]) -> int:
+    """The same for modules that print as the same tree; each is looked at once."""
+    if id(module) not in known:
+        parts = children_of(module).items()
+        inner = tuple((name, _number(part, known)) for name, part in parts if part is not None)
+        printed = (type(module).__name__, module.extra_repr(), inner)
+        known[id(module)] = known.setdefault(printed, len(known))
+    return known[id(module)]

@@ -22,15 +22,15 @@ Key = int | str
 
 # No pattern here has two ways to read a letter, so that each takes as long as a name is.
 _STEP = re.compile(
-    r"\[(-?[0-9]{1,9})\]|\[(?:'((?:\\.|[^'\\])*+)'|\"((?:\\.|[^\"\\])*+)\")\]|\.([^.\[\]#]+)",
-    re.DOTALL,
+    r"(?s)\[(-?[0-9]{1,9})\]|\[(?:'((?:\\.|[^'\\])*+)'|\"((?:\\.|[^\"\\])*+)\")\]|\.([^.\[\]#]+)"
 )
 _TAIL = re.compile(
-    r"(?P<call>#[0-9]{1,9}(?![0-9]))?(?P<port>\.(?:input|output)(?=[.\[]|\Z))?(?P<steps>.*)\Z",
-    re.DOTALL,
+    r"(?s)(?P<call>#[0-9]{1,9}(?![0-9]))?(?P<port>\.(?:input|output)(?=[.\[]|\Z))?(?P<steps>.*)\Z"
 )
-_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
-_SHORT = {"n": "\n", "r": "\r", "t": "\t", "\n": ""}
+_ESCAPED = re.compile(
+    r"(?s)\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U((?:0010|000[0-9a-f])[0-9a-f]{4})|(.))"
+)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t", "\n": "", **{sign: sign for sign in "\\'\""}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,8 @@ def _unquoted(text: str) -> str:
     """What a text in quotes says, as Python writes it."""
 
     def one(found: re.Match[str]) -> str:
-        code, other = found[1] or found[2] or found[3], found[4]
-        if code is None:
-            return _SHORT.get(other, other if other in "\\'\"" else f"\\{other}")
-        return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else found[0]
+        code = found[1] or found[2] or found[3]
+        return _SHORT.get(found[4], found[0]) if code is None else chr(int(code, 16))
 
     return _ESCAPED.sub(one, text)
 
