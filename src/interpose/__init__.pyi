@@ -10,6 +10,9 @@ from interpose.models.batching.labelled_rows import BatchResult as BatchResult, 
 from interpose.models.batching.packed import packed_rows as packed_rows
 from interpose.models.loading import load as load, wrap as wrap
 from interpose.models.proofs.report import Report as Report
+from interpose.models.stream.branch import Branch as Branch
+from interpose.models.stream.formula import Formula as Formula
+from interpose.models.stream.whole import Stream as Stream
 from interpose.models.transformer import TransformerModel as TransformerModel
 from interpose.sites.tree import Site as Site
 
@@ -52,6 +55,12 @@ from interpose.methods.batches import Batch as Batch, batches as batches
 from interpose.sweeps import metrics as metrics
 from interpose.sweeps.result import SweepResult as SweepResult
 from interpose.sweeps.sweep import sweep as sweep
+from interpose.sweeps.variants import (
+    Variant as Variant,
+    VariantRun as VariantRun,
+    VariantRuns as VariantRuns,
+    run_variants as run_variants,
+)
 
 # Methods
 from interpose.methods.ablation import ablation as ablation

@@ -17,6 +17,8 @@ InterposeError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class InterposeError(Exception):
     """Parent of all errors of this library; catch it to catch them all."""
@@ -74,7 +76,13 @@ class GradientError(InterposeError, RuntimeError):
 
 
 class Cancelled(InterposeError, RuntimeError):
-    """A long job that was told to end. Nothing of it is left on the model."""
+    """A long job that was told to end. Nothing of it is left on the model.
+
+    Attributes:
+        result: what was done until then, where the job keeps that: its own result, with NaN for what was not run.
+    """
+
+    result: Any = None
 
 
 class Unsupported(InterposeError, TypeError):

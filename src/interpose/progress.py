@@ -8,9 +8,9 @@ from typing import Any, Self, TypeVar
 
 from interpose.errors import Cancelled
 
+Item = TypeVar("Item")
 ShowProgress = bool | Callable[[int, int | None], Any]
 """True for a bar, False for nothing, or a function of what is done and of the whole, None where that is not known."""
-Item = TypeVar("Item")
 
 
 class Progress:
@@ -21,12 +21,17 @@ class Progress:
             and of the whole; it ends the job by returning False.
         total: the whole, None where that is not known.
         unit: what is counted, one of it.
+        keeps: whether a job that is told to end leaves the block quietly, so that `whole` can hand over what is done.
     """
 
-    def __init__(self, how: ShowProgress, total: int | None, unit: str = "row") -> None:
+    def __init__(
+        self, how: ShowProgress, total: int | None, unit: str = "row", *, keeps: bool = False
+    ) -> None:
         self.how = how
         self.total = total
         self.unit = unit
+        self.keeps = keeps
+        self.ended: Cancelled | None = None
         self.done = 0
         self._bar: Any = None
 
@@ -37,9 +42,17 @@ class Progress:
             self._bar = tqdm(total=self.total, unit=self.unit, leave=False)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
         if self._bar is not None:
             self._bar.close()
+        return self.keeps and error is not None and error is self.ended
+
+    def whole(self, result: Item) -> Item:
+        """A result, if the job has come to its end; else the error that ended it, which carries what is done."""
+        if self.ended is not None:
+            self.ended.result = result
+            raise self.ended
+        return result
 
     def step(self, count: int = 1) -> None:
         """Some more is done."""
@@ -48,7 +61,9 @@ class Progress:
             self._bar.update(count)
         elif callable(self.how) and self.how(self.done, self.total) is False:
             whole = "" if self.total is None else f" of {self.total}"
-            raise Cancelled(f"ended after {self.unit} {self.done}{whole}.")
+            more = " What is done is the error's result." if self.keeps else ""
+            self.ended = Cancelled(f"ended after {self.unit} {self.done}{whole}.{more}")
+            raise self.ended
 
 
 def has_screen() -> bool:

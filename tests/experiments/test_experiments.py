@@ -274,7 +274,7 @@ def test_experiments_of_version_1_say_layers_and_direction_and_load(tmp_path: Pa
     path.write_text(json.dumps({**new.to_dict(), "version": 1, "sweep": over | old}))
     assert ip.Experiment.load(path) == new
     path.write_text(json.dumps({**new.to_dict(), "sweep": over | old}))
-    with pytest.raises(ValueError, match="'direction' is none of them"):
+    with pytest.raises(ValueError, match="sweep has a field 'layers', which is none of: site"):
         ip.Experiment.load(path)
 
 
@@ -283,16 +283,22 @@ def test_files_that_are_no_experiment_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for wrong, said in (
         ("nothing", "is no JSON"),
-        ("[]", "holds no experiment"),
-        ("{}", "this is no experiment"),
+        ("[]", "holds no experiment, as"),
+        ("{}", "holds no experiment, as"),
         (
             json.dumps({**data, "version": 9}),
             "of version 9, and this interpose reads versions 1 and 2",
         ),
-        (json.dumps({**data, "seed": 1}), "'seed' is none of them"),
-        (json.dumps({**data, "sweep": {"ovre": 1}}), "'ovre' is none of them"),
-        (json.dumps({**data, "edits": [{"type": "zap"}]}), "no edit is called 'zap'"),
-        (json.dumps({**data, "metrics": {"type": "zap"}}), "no metric is called 'zap'"),
+        (json.dumps({**data, "seed": 1}), "has a field 'seed', which is none of: model"),
+        (json.dumps({**data, "sweep": {"ovre": 1}}), "sweep has a field 'ovre', which is none of"),
+        (
+            json.dumps({**data, "edits": [{"type": "zap"}]}),
+            r"edits\[0\].type is 'zap', and no edit is called so",
+        ),
+        (
+            json.dumps({**data, "metrics": {"type": "zap"}}),
+            "metrics.type is 'zap', and no metric is called so",
+        ),
     ):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=said):

@@ -45,7 +45,6 @@ METHODS: dict[str, Callable[..., Any]] = {
 PLURAL = {
     "attention_knockout",
     "causal_tracing",
-    "direct_logit_attribution",
 }
 
 

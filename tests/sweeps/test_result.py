@@ -359,10 +359,10 @@ def test_metrics_that_are_no_data_are_refused() -> None:
     with pytest.raises(ValueError, match="is a function, and code is not saved"):
         ip.metrics.function(len).to_python()
     with pytest.raises(
-        ValueError, match=r"no metric is called 'accuracy'\. There are: kl, logit, "
+        ValueError, match=r"is 'accuracy', and no metric is called so\. There are: kl, logit, "
     ):
         read({"type": "accuracy"})
-    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'token' is not one"):
+    with pytest.raises(ValueError, match="has a field 'token', which is none of: pos, answer"):
         read({"type": "logit", "answer": " a", "token": 1})
-    with pytest.raises(ValueError, match="the metric logit has answer, pos; 'answer' is missing"):
+    with pytest.raises(ValueError, match="has no field 'answer', and should have one: a text"):
         read({"type": "logit"})

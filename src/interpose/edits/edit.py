@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from interpose.edits.blocks import Block, batch_axis, find, unit_axis
-from interpose.edits.saving import Saved, written
+from interpose.edits.expressions import written
+from interpose.edits.saving import Saved
 from interpose.edits.selector import FIELDS, Layers, Numbers, Positions, at, merged
 from interpose.edits.sources import looked_up
 from interpose.engine.hooks import Controller

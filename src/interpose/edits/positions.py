@@ -11,6 +11,9 @@ from interpose.edits import texts
 from interpose.engine.points import HookPoint, Window
 from interpose.models.selection import PLURAL, absent
 
+MOST = 2**22
+"""How many places one word may mean, where they are counted one by one."""
+
 
 class Chosen(NamedTuple):
     """Places along an axis, in ascending order, and which of the selected positions each one is.
@@ -73,9 +76,13 @@ def wanted_positions(
         # What is not here may still come, unless this is all of the text.
         known = [window.end] if window.is_all else [window.end, window.total, *bounds]
         line = range(max(bound for bound in known if bound is not None))
-        return torch.tensor(
-            line[slice(bounds[0], bounds[1], pos.step)], dtype=torch.long, device="cpu"
-        )
+        line = line[slice(bounds[0], bounds[1], pos.step)]
+        if len(line) > max(MOST, window.end):
+            raise IndexError(
+                f"{where.label} selects {len(line)} positions; no text has so many. Leave the end open: slice(start, "
+                "None)."
+            )
+        return torch.arange(line.start, line.stop, line.step, device="cpu")
     if texts.is_text(pos):
         said = [pos] if isinstance(pos, str) else list(pos)
         return texts.by_row(where, said, window, hook, value, batch)

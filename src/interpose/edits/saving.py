@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import hashlib
-import importlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -21,18 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from interpose.engine.cache import Cache
-from interpose.errors import EditError
-from interpose.files.writing import write_whole
+from interpose.errors import EditError, FileError
+from interpose.files.beside import load_beside, must_stay, save_beside
+from interpose.files.schema import ANYTHING, ListOf, Place, Record, shown
 from interpose.sites.tree import Site
 
-VERSION = 2
-_OLD_WORDS = {"sites": "site"}  # of version 1
-_HOMES = ("attention", "basic", "other_values", "selector", "subspace")
-_KINDS: dict[str, type[Saved]] = {}
-_SMALL = 16
-"""Tensors of so many numbers are written out in Python expressions."""
-_LONG = 150
-"""Letters of a regex: what Python itself writes of longer ones is cut off."""
+FORMAT, VERSION = "interpose.edits", 2
+KINDS: dict[str, type[Saved]] = {}
+"""Every type of edit and selector, by its name."""
 
 
 class Saved:
@@ -43,7 +36,7 @@ class Saved:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not cls.__name__.startswith("_"):
-            _KINDS[cls.__name__] = cls
+            KINDS[cls.__name__] = cls
 
     def to_dict(self, tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Itself as data that JSON takes.
@@ -63,27 +56,9 @@ class Saved:
         cls, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Self:
         """What `to_dict` wrote, of whatever type it was."""
-        words = _new_words(data)
-        name = words.pop("type", None)
-        for module in _HOMES:
-            importlib.import_module(f"interpose.edits.{module}")
-        kind = _KINDS.get(name) if isinstance(name, str) else None
-        if kind is None or not issubclass(kind, cls):
-            known = ", ".join(sorted(n for n, k in _KINDS.items() if issubclass(k, cls)))
-            raise EditError(
-                f"no edit is called {name!r}. There are: {known}.\n  If it is one of your own, import the "
-                "module that defines it first."
-            )
-        options: Any = dataclasses.fields(kind)  # type: ignore[arg-type]
-        unknown = set(words) - {option.name for option in options}
-        if unknown:
-            raise EditError(
-                f"{name} has no field {sorted(unknown)[0]!r}: written by another version?"
-            )
-        read = {word: _taken(value, tensors) for word, value in words.items()}
-        positional = [read.pop(o.name, None) for o in options if o.name in read and not o.kw_only]
-        named = [o.name for o in options if not o.kw_only and o.name in words]
-        return kind(**dict(zip(named, positional)), **read)
+        from interpose.edits.reading import made_of
+
+        return made_of(cls, data, tensors, Place("this dictionary"))
 
     def to_python(self, tensors: dict[str, Tensor] | None = None) -> str:
         """An expression that makes the same again, with ``ip``, ``torch`` and ``re`` imported.
@@ -91,7 +66,10 @@ class Saved:
         Args:
             tensors: gets what is too large to be written out; the expression says ``tensors["name"]``.
         """
-        return written(self, short=False, tensors={} if tensors is None else tensors)
+        from interpose.edits.expressions import written
+
+        shelf = {} if tensors is None else tensors
+        return written(self, short=False, name=lambda tensor, name: put_by(tensor, name, shelf))
 
 
 def said(thing: Any) -> dict[str, Any]:
@@ -130,7 +108,7 @@ class _Shelf:
             return {type(value).__name__: [value.start, value.stop, value.step]}
         if value is ...:
             return {"ellipsis": True}
-        if isinstance(value, re.Pattern):
+        if isinstance(value, re.Pattern) and isinstance(value.pattern, str):
             return {"regex": value.pattern, "flags": value.flags}
         if isinstance(value, Site):
             return value.name
@@ -152,7 +130,7 @@ class _Shelf:
             if type(value).__name__ == "Rotation" and isinstance(raw, Tensor):
                 return {"rotation": self._tensor(raw, name)}
             return self._tensor(value.weight.detach(), name)  # type: ignore[operator]
-        raise EditError(_refusal(value))
+        raise EditError(refusal(value))
 
     def _words(self, thing: Any, name: str) -> dict[str, Any]:
         return {word: self.put(value, f"{name}.{word}") for word, value in said(thing).items()}
@@ -164,157 +142,27 @@ class _Shelf:
             raw = value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
             about = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             return {"tensor": {**about, "base64": base64.b64encode(raw).decode()}, **live}
-        name = _free(name, self.tensors)
-        self.tensors[name] = value.clone()
-        return {"tensor": name, **live}
+        return {"tensor": put_by(value.clone(), name, self.tensors), **live}
 
 
-def _free(name: str, taken: Mapping[str, Tensor]) -> str:
+def put_by(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    """Put a tensor among others, and return the name that was free."""
     number, free = 1, name
-    while free in taken:
+    while free in tensors:
         number += 1
         free = f"{name}~{number}"
+    tensors[free] = tensor
     return free
 
 
-def _refusal(value: Any) -> str:
+def refusal(value: Any) -> str:
+    """Why something is not written down."""
     if callable(value):
         return (
             f"{getattr(value, '__name__', value)!r} is a function, and code is not saved. Say which sites by "
             "a name, a glob, a list or a re.Pattern."
         )
     return f"a {type(value).__name__} cannot be saved: {value!r}"
-
-
-def _new_words(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {_OLD_WORDS.get(word, word): value for word, value in data.items()}
-
-
-def _taken(value: Any, tensors: Mapping[str, Tensor] | None) -> Any:
-    """The inverse of `_Shelf.put`."""
-    if isinstance(value, list):
-        return [_taken(part, tensors) for part in value]
-    if not isinstance(value, dict):
-        return value
-    word = next(iter(value))
-    held = value[word]
-    if word in ("slice", "range"):
-        return slice(*held) if word == "slice" else range(*held)
-    if word == "tensor":
-        return _tensor_of(value, tensors)
-    if word == "tuple":
-        return tuple(_taken(part, tensors) for part in held)
-    if word == "excluded":
-        return tuple({w: _taken(v, tensors) for w, v in _new_words(one).items()} for one in held)
-    if word == "mapping":
-        return {_taken(key, tensors): _taken(part, tensors) for key, part in held}
-    if word == "cache":
-        values = {name: _taken(part, tensors) for name, part in held.items()}
-        return Cache(values, aliases=value["aliases"], calls=value["calls"])
-    if word == "rotation":
-        from interpose.edits.subspace import Rotation
-
-        raw = _taken(held, tensors).detach()
-        made = Rotation(raw.shape[1], raw.shape[0])
-        made.raw = nn.Parameter(raw, requires_grad=held.get("requires_grad", False))
-        return made
-    if word == "regex":
-        return re.compile(held, value["flags"])
-    if word in ("ellipsis", "float"):
-        return ... if word == "ellipsis" else float(held)
-    raise EditError(f"{word!r} is nothing that edits are written with: written by another version?")
-
-
-def _tensor_of(value: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> Tensor:
-    held = value["tensor"]
-    if isinstance(held, str):
-        if tensors is None or held not in tensors:
-            raise EditError(f"the tensor {held!r} is not among those beside the edit.")
-        found = tensors[held]
-    else:
-        dtype = getattr(torch, held["dtype"])
-        raw = bytearray(base64.b64decode(held["base64"]))
-        found = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        found = found.reshape(held["shape"]).clone()
-    return found.detach().requires_grad_() if value.get("requires_grad") else found
-
-
-# Expressions.
-
-
-def written(thing: Any, *, short: bool, tensors: dict[str, Tensor] | None = None) -> str:
-    """Something as a call: for people (``short``), or so that Python makes it again."""
-    name = type(thing).__name__
-    name = "at" if name.startswith("_") else name
-    required = [o.name for o in dataclasses.fields(thing) if o.default is dataclasses.MISSING]
-    first = [option.name for option in dataclasses.fields(thing) if not option.kw_only][:1]
-    parts = []
-    words = said(thing)
-    for option in sorted(dataclasses.fields(thing), key=lambda option: bool(option.kw_only)):
-        if option.name in words or option.name in required:
-            shown = _shown(words.get(option.name), f"{name}.{option.name}", short, tensors)
-            bare = option.name in (*required, *first) and not option.kw_only
-            parts.append(shown if bare else f"{option.name}={shown}")
-    return f"{'' if short else 'ip.'}{name}({', '.join(parts)})"
-
-
-def _shown(value: Any, name: str, short: bool, tensors: dict[str, Tensor] | None) -> str:
-    def inner(part: Any) -> str:
-        return _shown(part, name, short, tensors)
-
-    if isinstance(value, tuple) and value and all(isinstance(one, Saved) for one in value):
-        shown = [
-            f"{{{', '.join(f'{w!r}: {inner(v)}' for w, v in said(x).items())}}}" for x in value
-        ]
-        return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
-    if isinstance(value, (list, tuple)):
-        parts = [inner(part) for part in value]
-        if isinstance(value, list):
-            return f"[{', '.join(parts)}]"
-        return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-    if isinstance(value, float):  # NumPy's too
-        return repr(float(value)) if math.isfinite(value) else f"float({str(float(value))!r})"
-    if isinstance(value, Tensor):
-        if short:
-            return f"tensor{tuple(value.shape)}"
-        plain = value.numel() <= _SMALL and not value.requires_grad and bool(value.isfinite().all())
-        return _written_out(value) if plain else _named(value, name, tensors)
-    if short:
-        if isinstance(value, Mapping):
-            what = type(value).__name__ if isinstance(value, Cache) else "mapping"
-            return f"{what}({len(value)} values)"
-        return repr(value)
-    if isinstance(value, Site):
-        return repr(value.name)
-    if isinstance(value, Mapping):
-        pairs = [
-            f"{inner(k)}: {_shown(v, f'{name}.{k}', short, tensors)}" for k, v in value.items()
-        ]
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, nn.Module):
-        return _named(value.weight.detach(), name, tensors)  # type: ignore[operator]
-    if isinstance(value, re.Pattern) and len(value.pattern) > _LONG:
-        return f"re.compile({value.pattern!r}, {value.flags})"
-    if value is None or isinstance(value, (bool, int, str, slice, range, re.Pattern)):
-        return repr(value)
-    if value is ...:
-        return "..."
-    raise EditError(_refusal(value))
-
-
-def _named(value: Tensor, name: str, tensors: dict[str, Tensor] | None) -> str:
-    shelf = {} if tensors is None else tensors
-    name = _free(name, shelf)
-    shelf[name] = value
-    return f"tensors[{name!r}]"
-
-
-def _written_out(value: Tensor) -> str:
-    numbers, dtype = value.tolist(), value.dtype
-    usual = torch.as_tensor(numbers).dtype if value.numel() else None
-    return (
-        f"torch.tensor({numbers})" if dtype == usual else f"torch.tensor({numbers}, dtype={dtype})"
-    )
 
 
 # Files.
@@ -330,17 +178,12 @@ def save_edits(path: str | Path, edits: Saved | Iterable[Saved]) -> None:
     folder, tensors = Path(path), dict[str, Tensor]()
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"edits are saved as a folder, and {str(path)!r} is a file.")
-    data: dict[str, Any] = {"format": "interpose.edits", "version": VERSION}
+    data: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     data["edits"] = [edit.to_dict(tensors) for edit in _each(edits)]
     folder.mkdir(parents=True, exist_ok=True)
-    if tensors:
-        raw = save(tensors)
-        data["tensors"] = f"tensors-{hashlib.sha256(raw).hexdigest()[:16]}.safetensors"
-        write_whole(folder / data["tensors"], raw)
-    write_whole(folder / "edits.json", json.dumps(data, indent=1, allow_nan=False).encode())
-    for old in folder.glob("tensors-*.safetensors"):
-        if old.name != data.get("tensors"):
-            old.unlink(missing_ok=True)
+    file = folder / "edits.json"
+    must_stay(file)
+    save_beside(file, data, "tensors", save(tensors) if tensors else None)
 
 
 def _each(edits: Any) -> list[Saved]:
@@ -355,23 +198,25 @@ def _each(edits: Any) -> list[Saved]:
 
 def load_edits(path: str | Path, device: str | torch.device = "cpu") -> list[Any]:
     """Read what `save_edits` wrote, in its order."""
-    from safetensors.torch import load_file
+    from interpose.edits.reading import made_of
 
-    folder = Path(path)
-    file = folder / "edits.json"
+    file = Path(path) / "edits.json"
     if not file.is_file():
         raise FileNotFoundError(f"no edits in {str(path)!r}: it has no edits.json.")
-    try:
-        data = json.loads(file.read_text())
-    except ValueError as error:
-        raise EditError(f"{str(file)!r} is no JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != "interpose.edits":
-        raise EditError(f"{str(file)!r} holds no edits of interpose.")
+    must_stay(file)
+    data, tensors = load_beside(file, device)
+    place = Place(repr(str(file)))
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FileError(f"{place.source} holds no edits of interpose.")
     if data.get("version") not in range(1, VERSION + 1):
-        raise EditError(
-            f"{str(file)!r} is of version {data.get('version')!r}, and this interpose reads 1 to {VERSION}."
+        raise FileError(
+            f"{place.source} is of version {shown(data.get('version'))}, and this interpose reads 1 to {VERSION}."
         )
-    tensors = {}
-    if "tensors" in data:
-        tensors = load_file(folder / data["tensors"], device=str(device))
-    return [Saved.from_dict(one, tensors) for one in data["edits"]]
+    words = _FILE(data, place)
+    listed = place.of("edits")
+    return [
+        made_of(Saved, one, tensors, listed.of(number)) for number, one in enumerate(words["edits"])
+    ]
+
+
+_FILE = Record({"format": ANYTHING, "version": ANYTHING, "edits": ListOf(ANYTHING, 100_000)})

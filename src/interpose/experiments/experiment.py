@@ -17,6 +17,7 @@ from interpose.edits.edit import Edit
 from interpose.engine.model import Model
 from interpose.experiments import saving, script
 from interpose.experiments.measure import Measured, measure, speaks_of_rows
+from interpose.files.schema import Place
 from interpose.models.loading import as_model, load
 from interpose.models.running.rows import read_tokens
 from interpose.models.running.text import is_text
@@ -83,7 +84,11 @@ class Experiment:
                 raise TypeError(
                     f"edits of an experiment are data, such as ip.zero('z', layer=3); got {edit!r}."
                 )
-        if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        if self.prepend_bos not in (None, True, False):
+            raise TypeError(f"prepend_bos is True, False or None; got {self.prepend_bos!r}.")
+        if self.dtype is not None and not isinstance(
+            getattr(torch, str(self.dtype), None), torch.dtype
+        ):
             raise ValueError(f"no dtype {self.dtype!r}; try float32, bfloat16 or float16.")
         if self.sweep is None:
             if not self.inputs or self.clean or self.corrupt:
@@ -162,7 +167,7 @@ class Experiment:
         cls, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Experiment:
         """What `to_dict` wrote."""
-        return cls(**saving.from_data(data, tensors))
+        return saving.made_of(cls, data, tensors, Place("this dictionary"))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and a safetensors file beside it if edits hold tensors.
@@ -174,7 +179,7 @@ class Experiment:
     @classmethod
     def load(cls, path: str | Path) -> Experiment:
         """Read what `save` wrote."""
-        return cls(**saving.load(Path(path)))
+        return saving.load(cls, Path(path))
 
     def to_python(self, path: str | Path | None = None) -> str:
         """A short script that does the same and prints the same.
@@ -248,28 +253,14 @@ def _texts(given: Any, name: str) -> tuple[Any, ...] | None:
     return tuple(found if is_text(found) else read_tokens(found))
 
 
-_WORDS = (
-    "site",
-    "over",
-    "edit",
-    "patch",
-    "layer",
-    "head",
-    "neuron",
-    "pos",
-    "plan",
-    "align",
-    "batch_size",
-    "max_rows",
-)
-
-
 def _sweep(given: Mapping[str, Any]) -> dict[str, Any]:
     """The words of a sweep, as JSON has them."""
     found = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(found) - set(_WORDS))
+    unknown = sorted(set(found) - set(saving.SWEEP_WORDS))
     if unknown:
-        raise ValueError(f"a sweep has {', '.join(_WORDS)}; {unknown[0]!r} is none of them.")
+        raise ValueError(
+            f"a sweep has {', '.join(saving.SWEEP_WORDS)}; {unknown[0]!r} is none of them."
+        )
     for name in ("site", "over", "layer", "head", "neuron", "pos"):
         value = found.get(name)
         if isinstance(value, int):

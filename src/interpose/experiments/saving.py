@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +12,24 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from interpose.edits.edit import Edit
+from interpose.edits.reading import made_of as made_edit
+from interpose.errors import FileError
 from interpose.experiments.tensors import expressions, raw
-from interpose.files.writing import write_whole
-from interpose.sweeps.metrics import Metric
+from interpose.files.beside import load_beside, save_beside
+from interpose.files.schema import (
+    ANYTHING,
+    FLAG,
+    Either,
+    ListOf,
+    MapOf,
+    OneOf,
+    Place,
+    Record,
+    Text,
+    Whole,
+    shown,
+)
+from interpose.sweeps.metrics import Metric, metric_of
 from interpose.sweeps.result import OF_DIRECTION
 
 if TYPE_CHECKING:
@@ -23,6 +37,21 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "interpose.experiment", 2
 _OLD = {"layers": "layer", "heads": "head", "neurons": "neuron", "positions": "pos"}
+SWEEP_WORDS = (
+    "site",
+    "over",
+    "edit",
+    "patch",
+    "layer",
+    "head",
+    "neuron",
+    "pos",
+    "plan",
+    "align",
+    "batch_size",
+    "max_rows",
+)
+"""What an experiment may say of a sweep."""
 _FIELDS = (
     "model",
     "dtype",
@@ -58,35 +87,83 @@ def as_data(experiment: Experiment, tensors: dict[str, Tensor] | None) -> dict[s
     return data
 
 
-def from_data(data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """The words of an experiment, from what `as_data` wrote."""
-    words = dict(data) if isinstance(data, Mapping) else {}
-    if words.pop("format", None) != FORMAT:
-        raise ValueError("this is no experiment, as ip.Experiment.save writes them.")
-    version = words.pop("version", None)
+def made_of(
+    cls: type[Experiment], data: Any, tensors: Mapping[str, Tensor] | None, place: Place
+) -> Experiment:
+    """An experiment, from what `as_data` wrote.
+
+    Args:
+        cls: its type.
+        data: what was written.
+        tensors: those that its edits name.
+        place: where it stands, for errors.
+    """
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise FileError(f"{place.source} holds no experiment, as ip.Experiment.save writes them.")
+    version = data.get("version")
     if version not in (1, VERSION):
-        raise ValueError(
-            f"this experiment is of version {version!r}, and this interpose reads versions 1 and {VERSION}."
+        raise FileError(
+            f"{place.source} is of version {shown(version)}, and this interpose reads versions 1 and {VERSION}."
         )
-    if version == 1 and "sweep" in words:
-        words["sweep"] = _with_new_words(words["sweep"])
-    unknown, missing = sorted(set(words) - set(_FIELDS)), {"model", "metrics"} - set(words)
-    if unknown:
-        raise ValueError(f"an experiment has {', '.join(_FIELDS)}; {unknown[0]!r} is none of them.")
-    if missing:
-        raise ValueError(f"this experiment has no {min(missing)}.")
-    found = words["metrics"]
-    single = isinstance(found.get("type"), str)
+    data = {name: value for name, value in data.items() if name not in ("format", "version")}
+    if version == 1 and isinstance(data.get("sweep"), Mapping):
+        data["sweep"] = _with_new_words(data["sweep"])
+    words = _EXPERIMENT(data, place)
+    found, there = words["metrics"], place.of("metrics")
     words["metrics"] = (
-        Metric.from_dict(found)
-        if single
-        else {name: Metric.from_dict(metric) for name, metric in found.items()}
+        metric_of(found, there)
+        if isinstance(found.get("type"), str)
+        else {name: metric_of(metric, there.of(name)) for name, metric in found.items()}
     )
-    words["edits"] = [Edit.from_dict(edit, tensors) for edit in words.get("edits", [])]
+    listed = place.of("edits")
+    words["edits"] = [
+        made_edit(Edit, edit, tensors, listed.of(number))
+        for number, edit in enumerate(words.get("edits", []))
+    ]
     if "edit" in words.get("sweep", {}):
-        edit = Edit.from_dict(words["sweep"]["edit"], tensors)
+        edit = made_edit(Edit, words["sweep"]["edit"], tensors, place.of("sweep").of("edit"))
         words["sweep"] = {**words["sweep"], "edit": edit}
-    return words
+    try:
+        return cls(**words)
+    except (TypeError, ValueError, LookupError) as error:
+        raise place.says(f"makes no experiment: {error}") from error
+
+
+_TOKENS = ListOf(Whole(0, 2**40), least=1)
+_TEXTS = Either(Text(), ListOf(Either(Text(), _TOKENS)))
+_NAMES = Either(Text(10_000), ListOf(Text(10_000), 1000))
+_SOME = Either(Whole(), Text(10_000), ListOf(Either(Whole(), Text(10_000)), 1_000_000))
+_SWEEP = Record(
+    {
+        "site": _NAMES,
+        "over": _NAMES,
+        "edit": MapOf(ANYTHING),
+        "patch": OneOf("clean", "corrupt"),
+        "layer": _SOME,
+        "head": _SOME,
+        "neuron": _SOME,
+        "pos": _SOME,
+        "plan": Text(100),
+        "align": Text(100),
+        "batch_size": Whole(1, 2**31),
+        "max_rows": Whole(1, 2**31),
+    },
+    optional=SWEEP_WORDS,
+)
+_EXPERIMENT = Record(
+    {
+        "model": Text(4096, 1),
+        "dtype": Text(30),
+        "inputs": _TEXTS,
+        "clean": _TEXTS,
+        "corrupt": _TEXTS,
+        "prepend_bos": FLAG,
+        "edits": ListOf(MapOf(ANYTHING), 100_000),
+        "metrics": MapOf(ANYTHING, Text(1000)),
+        "sweep": _SWEEP,
+    },
+    optional=set(_FIELDS) - {"model", "metrics"},
+)
 
 
 def _with_new_words(sweep: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,42 +202,27 @@ def save(experiment: Experiment, path: Path) -> None:
         )
     tensors: dict[str, Tensor] = {}
     data = as_data(experiment, tensors)
-    file, content = tensors_file(experiment, path)
-    if tensors:
-        write_whole(path.with_name(file), content)
-        data["tensors"] = file
-    write_whole(path, json.dumps(data, indent=1, allow_nan=False).encode())
-    ours = re.compile(rf"{re.escape(path.stem)}-[0-9a-f]{{16}}\.safetensors")
-    for old in path.parent.iterdir():
-        if ours.fullmatch(old.name) and old.name != data.get("tensors"):
-            old.unlink(missing_ok=True)
+    content = tensors_of(experiment)
+    save_beside(path, data, stem_of(path), content if tensors else None)
 
 
-def tensors_file(experiment: Experiment, path: Path) -> tuple[str, bytes]:
-    """The name and the bytes of the file of tensors: those of the edits, and those that a script needs besides."""
+def stem_of(path: Path) -> str:
+    """How the name of the tensors' file begins: as the experiment's own."""
+    return path.name.removesuffix(".json")
+
+
+def tensors_of(experiment: Experiment) -> bytes:
+    """What the file of tensors holds: those of the edits, and those that a script needs besides."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
     as_data(experiment, tensors)
     with suppress(ValueError):  # no script, then
         expressions(edits_of(experiment), tensors)
-    content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-    return f"{path.stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors", content
+    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The words of an experiment that was saved."""
-    from safetensors.torch import load_file
-
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{str(path)!r} holds no experiment.")
-    file = data.pop("tensors", None)
-    tensors = None if file is None else load_file(path.with_name(file))
-    try:
-        return from_data(data, tensors)
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
+def load(cls: type[Experiment], path: Path) -> Experiment:
+    """An experiment that was saved."""
+    data, tensors = load_beside(path)
+    return made_of(cls, data, tensors, Place(repr(str(path))))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from interpose.edits.edit import Edit
+from interpose.edits.expressions import written
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -31,19 +31,15 @@ def _expression(edit: Edit, tensors: dict[str, Tensor]) -> str:
         raise ValueError(
             f"{edit!r} is defined in {type(edit).__module__}, which a script would not know."
         )
-    own: dict[str, Tensor] = {}
-    text, names = edit.to_python(own), {}
-    for name, tensor in own.items():
+
+    def name(tensor: Tensor, field: str) -> str:  # noqa: ARG001
         there = _name(tensor, tensors)
         if there is None:
             there = f"script.{len(tensors)}"
             tensors[there] = tensor.detach().cpu()
-        names[name] = there
-    return re.sub(
-        r"tensors\[('[^']*'|\"[^\"]*\")\]",
-        lambda found: f"tensors[{names[found[1][1:-1]]!r}]",
-        text,
-    )
+        return there
+
+    return written(edit, short=False, name=name)
 
 
 def _name(tensor: Tensor, known: Mapping[str, Tensor]) -> str | None:

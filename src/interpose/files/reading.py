@@ -6,6 +6,8 @@ import json
 import math
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +32,22 @@ def read_json(path: str | Path, kind: Kind | None = None, *, most: int = LARGEST
         kind: what it should hold; see `interpose.files.schema`.
         most: how many bytes it may have.
     """
-    place = Place(repr(str(path)))
-    raw = _regular(path, most).read_bytes()
+    source = repr(str(path))
     try:
-        text = raw.decode()
+        text = read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise FileError(f"{place.source} is no JSON: byte {error.start} is no UTF-8.") from None
-    return parse_json(text, kind, place.source)
+        raise FileError(f"{source} is no JSON: byte {error.start} is no UTF-8.") from None
+    return parse_json(text, kind, source)
+
+
+def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+    """What a regular file holds.
+
+    Args:
+        path: of the file.
+        most: how many bytes it may have; None for any number.
+    """
+    return _regular(path, most).read_bytes()
 
 
 def parse_json(text: str, kind: Kind | None = None, source: str = "this text") -> Any:
@@ -69,22 +80,44 @@ def read_tensors(
         device: where to put them.
         what: what it should be, for errors.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     file = _regular(path, None)
+    with (
+        _refused(f"{str(path)!r} is not {what}"),
+        safe_open(file, framework="pt", device=str(device)) as opened,
+    ):
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        return tensors, dict(opened.metadata() or {})
+
+
+def tensors_in(content: bytes, source: str, device: Any = "cpu") -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, of its bytes.
+
+    Args:
+        content: of the file.
+        source: what errors call it.
+        device: where to put them.
+    """
+    from safetensors.torch import load
+
+    with _refused(f"{source} is not a safetensors file"):
+        found = load(content)
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """What safetensors says of a file that is none, in our words."""
+    from safetensors import SafetensorError
+
     try:
-        with safe_open(file, framework="pt", device=str(device)) as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            return tensors, dict(opened.metadata() or {})
-    except (
-        SafetensorError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-    ) as error:
-        raise FileError(f"{str(path)!r} is not {what}: {error}") from None
+        yield
+    except (SafetensorError, *_CORRUPT) as error:
+        raise FileError(f"{what}: {error}") from None
+
+
+_CORRUPT = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError)
 
 
 def header(texts: dict[str, str], name: str, kind: Kind, path: str | Path, writer: str) -> Any:

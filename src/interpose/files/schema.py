@@ -60,7 +60,8 @@ class Place(typing.NamedTuple):
 
     def says(self, what: str) -> FileError:
         """An error about what stands here: a sentence without its beginning."""
-        error = FileError(f"{self.source}: {self.field or 'what it holds'} {what}")
+        where = f"{self.source}: {self.field}" if self.field else self.source
+        error = FileError(f"{where} {what}")
         error.field = self.field
         return error
 
@@ -340,11 +341,11 @@ ANYTHING = Data()
 
 def record_of(made: type, **kinds: Kind) -> Record:
     """The fields of a dataclass, each of the kind that its annotation says, or of a given one."""
-    hints = typing.get_type_hints(made)
+    hints = annotations_of(made)
     options = dataclasses.fields(made)
     missing = dataclasses.MISSING
     return Record(
-        {one.name: kinds.get(one.name) or kind_of(hints[one.name]) for one in options},
+        {one.name: kinds.get(one.name) or kind_of(hints.get(one.name, Any)) for one in options},
         optional=tuple(
             one.name
             for one in options
@@ -353,21 +354,38 @@ def record_of(made: type, **kinds: Kind) -> Record:
     )
 
 
-def kind_of(hint: Any) -> Kind:
-    """The kind that an annotation means: of JSON's types, of unions and containers of them, else a type itself."""
+def annotations_of(made: type) -> dict[str, Any]:
+    """The annotations of a class; none where they name what cannot be found, as those of a class in a function may."""
+    try:
+        return typing.get_type_hints(made)
+    except NameError:
+        return {}
+
+
+def kind_of(hint: Any, plain: Mapping[Any, Kind] | None = None) -> Kind:
+    """The kind that an annotation means: of JSON's types, of unions and containers of them, else a type itself.
+
+    Args:
+        hint: the annotation.
+        plain: what some annotations mean instead.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if plain and hint in plain:
+        return plain[hint]
     if hint in _PLAIN:
         return _PLAIN[hint]
     if origin in (typing.Union, types.UnionType):
-        return Either(*(kind_of(one) for one in inner))
+        return Either(*(kind_of(one, plain) for one in inner))
     if origin is typing.Literal:
         return OneOf(*inner)
     if origin is tuple and inner[-1] is not ...:
-        return _Tuple(tuple(kind_of(one) for one in inner))
+        return _Tuple(tuple(kind_of(one, plain) for one in inner))
     if origin in (list, tuple, set, frozenset) or _is(origin or hint, Sequence):
-        return ListOf(kind_of(inner[0]) if inner else ANYTHING)
+        return ListOf(kind_of(inner[0], plain) if inner else ANYTHING)
     if _is(origin or hint, Mapping):
-        return MapOf(kind_of(inner[1]), kind_of(inner[0])) if inner else MapOf(ANYTHING)
+        return (
+            MapOf(kind_of(inner[1], plain), kind_of(inner[0], plain)) if inner else MapOf(ANYTHING)
+        )
     if dataclasses.is_dataclass(hint):
         return record_of(typing.cast("type", hint))
     made = origin or hint

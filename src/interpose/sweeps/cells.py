@@ -10,12 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from interpose.edits.edit import Edit
 from interpose.engine.points import HookPoint
 from interpose.errors import EditShapeError, Unsupported
 
-Act = Edit | Callable[..., Tensor | None]
-"""What a variant does at a site: an edit, or ``fn(value, hook)``, whose result or in-place change is the new value."""
+
+class Act(Protocol):
+    """What a variant or a cell does at a site: an edit, or another hook that changes values."""
+
+    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
+        """The new value; None for what was made of the given one in place."""
 
 
 class Changes(Protocol):
@@ -192,8 +195,8 @@ def acted(acts: Callable[[int, str], Sequence[Act]], inputs: Mapping[str, Tensor
                 own = copy.copy(hook)
                 own.given = dict(given[examples])
                 part = value[start:stop]
-                for act in acts(cell, hook.name):
-                    made = act.change(part, own) if isinstance(act, Edit) else act(part, hook=own)
+                for act in acts(cell, hook.canonical):
+                    made = act.on_value(part, own)
                     if made is not None and made is not part:
                         must_fit(made, part, own)
                         part.copy_(made)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.files.schema import ANYTHING, MapOf, Place, record_of, shown
 from interpose.models.running.forward import next_token_loss
 
 Word = str | int
@@ -83,21 +84,7 @@ class Metric:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Metric:
         """What `to_dict` wrote."""
-        words = dict(data)
-        name = words.pop("type", None)
-        kind = _KINDS.get(name) if isinstance(name, str) else None
-        if kind is None or kind is function:
-            known = ", ".join(sorted(set(_KINDS) - {"function"}))
-            raise ValueError(f"no metric is called {name!r}. There are: {known}.")
-        there = {option.name for option in fields(kind)}
-        needed = {option.name for option in fields(kind) if option.default is MISSING}
-        if set(words) - there or needed - set(words):
-            wrong = sorted(set(words) - there) or sorted(needed - set(words))
-            raise ValueError(
-                f"the metric {name} has {', '.join(sorted(there))}; "
-                f"{wrong[0]!r} is {'not one of them' if set(words) - there else 'missing'}."
-            )
-        return kind(**words)
+        return metric_of(data, Place("this dictionary"))
 
     def to_python(self) -> str:
         """An expression that makes the same again, with interpose imported as ``ip``."""
@@ -145,8 +132,12 @@ class Metric:
                 f"{what} has {len(listed)} tokens for {examples.total} examples: give one for each, or one for all."
             )
         chosen = [listed[number] for number in examples.numbers]
-        lookup = examples.model.to_single_token
-        ids = [lookup(word) if isinstance(word, str) else int(word) for word in chosen]  # type: ignore[arg-type]
+        ends = examples.tokens[:, : self.pos + 1 or None]
+        lookup = examples.model.to_answer
+        ids = [
+            lookup(word, row) if isinstance(word, str) else int(word)  # type: ignore[arg-type]
+            for word, row in zip(chosen, ends)
+        ]
         _must_be_tokens(ids, examples.model, what)
         return torch.tensor(ids, device=examples.tokens.device)
 
@@ -334,6 +325,28 @@ def _must_be_whole(metric: Metric) -> None:
         raise ValueError(
             f"{type(metric).__name__} looks at several positions, so pos means nothing."
         )
+
+
+def metric_of(data: Any, place: Place) -> Metric:
+    """What `Metric.to_dict` wrote.
+
+    Args:
+        data: what was written.
+        place: where it stands, for errors.
+    """
+    words = MapOf(ANYTHING)(data, place)
+    name = words.pop("type", None)
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or kind is function:
+        known = ", ".join(sorted(set(_KINDS) - {"function"}))
+        raise place.of("type").says(
+            f"is {shown(name)}, and no metric is called so. There are: {known}."
+        )
+    read = record_of(kind)(words, place)
+    try:
+        return kind(**read)
+    except (TypeError, ValueError) as error:
+        raise place.says(f"makes no {name}: {error}") from error
 
 
 def all_looked_at(metrics: Sequence[Metric], examples: Examples) -> Tensor | None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Block, Tower
+from interpose.models.running.segment import Stopped, stopping
 from interpose.models.running.start import Here
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.cells import (
@@ -42,12 +44,49 @@ class Ran:
     """What some rows gave, in the order they were given, and what it cost.
 
     Attributes:
-        logits: [row, kept, d_vocab].
+        logits: [row, kept, d_vocab]; empty where runs ended before.
         token_layers: how many positions went through how many blocks.
+        values: those at sites that were to be read, [row, ...].
     """
 
     logits: Tensor
     token_layers: int
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What is read of rows, besides logits.
+
+    Attributes:
+        sites: by their canonical names, the block each is in.
+        base: what the base run had there, [example, ...]: rows that have not begun are like it.
+        stop: whether runs end when all is read, without logits.
+    """
+
+    sites: Mapping[str, int] = field(default_factory=dict)
+    base: Mapping[str, Tensor] = field(default_factory=dict)
+    stop: bool = False
+
+    @property
+    def end(self) -> int | None:
+        """The block before which runs end; None for whole ones."""
+        return max(self.sites.values()) + 1 if self.stop else None
+
+
+class Reader(Detector):
+    """Keeps the values of sites."""
+
+    def __init__(self, sites: Sequence[str]) -> None:
+        super().__init__(list(sites))
+        self.values: dict[str, Tensor] = {}
+
+    def read(self, value: Tensor, hook: HookPoint) -> None:
+        """Keep it."""
+        self.values[hook.canonical] = value
+
+
+NOTHING = Reads()
 
 
 def run_rows(
@@ -60,6 +99,7 @@ def run_rows(
     keep: int | None,
     *,
     start: int | None,
+    reads: Reads = NOTHING,
 ) -> Ran:
     """Run rows together.
 
@@ -72,39 +112,62 @@ def run_rows(
         change: what each row's cell does at a site.
         keep: how many logits from the end are wanted; None for all.
         start: the first position that a wavefront computes; None for whole runs from the first layer on.
+        reads: what is read of them besides logits.
     """
     order = in_order(cells, rows)
     ordered = [rows[number] for number in order]
     if start is None:
-        logits = _plain(model, base, cells, ordered, change, keep)
-        token_layers = len(rows) * base.length * len(tower.blocks)
+        ran = _plain(model, tower, base, cells, ordered, change, keep, reads)
     else:
-        front = Wavefront(model, tower, base, cells, ordered, start=start, change=change, keep=keep)
-        logits, token_layers = front.run(), front.token_layers
-    if order != list(range(len(order))):
-        logits = logits[sent(order, logits.device).argsort()]
-    return Ran(logits=logits, token_layers=token_layers)
+        ran = Wavefront(
+            model, tower, base, cells, ordered, start=start, change=change, keep=keep, reads=reads
+        ).run()
+    if order == list(range(len(order))):
+        return ran
+    back = sent(order, base.logits.device).argsort()
+    values = {site: value[back] for site, value in ran.values.items()}
+    logits = ran.logits[back] if reads.end is None else ran.logits
+    return Ran(logits=logits, token_layers=ran.token_layers, values=values)
 
 
 def _plain(
     model: Any,
+    tower: Tower,
     base: Reference,
     cells: Sequence[Changes],
     rows: Sequence[Row],
     change: Change,
     keep: int | None,
-) -> Tensor:
-    """The logits of rows that run from the first layer and position on."""
+    reads: Reads,
+) -> Ran:
+    """Rows that run from the first layer and position on."""
     device = base.logits.device
     prepared, examples = change(rows, device), sent([row.example for row in rows], device)
     given = {name: value[examples] for name, value in base.inputs.items()}
-    hooks = [
+    hooks: list[Any] = [
         (site, _at(prepared, chosen)) for site, chosen in changed_at(cells, rows, device).items()
     ]
-    with model.hooks(fwd_hooks=hooks):
-        output = model.module(**given, **wanted_logits(model, keep), **no_cache(model))
-    logits = first_tensor(output)
-    return logits if keep is None else logits[:, -keep:]
+    reader = Reader(list(reads.sites))
+    given |= {**wanted_logits(model, keep), **no_cache(model)}
+    with model.hooks([*hooks, reader] if reads.sites else hooks):
+        logits = _run(model, tower, given, reads.end)
+    layers = len(tower.blocks) if reads.end is None else reads.end
+    return Ran(
+        logits=logits if keep is None else logits[:, -keep:],
+        token_layers=len(rows) * base.length * layers,
+        values=reader.values,
+    )
+
+
+def _run(model: Any, tower: Tower, given: Mapping[str, Any], end: int | None) -> Tensor:
+    """The module's logits; nothing if the run ends before a block."""
+    with stopping(tower, end) as here:
+        try:
+            return first_tensor(model.module(**given))
+        except Stopped as stopped:
+            if stopped.here is not here:
+                raise
+            return torch.empty(0, 0, 0)
 
 
 def _at(change: RowChange, chosen: Chosen) -> Callable[..., Tensor]:
@@ -129,6 +192,7 @@ class Wavefront:
         start: the first position that is computed; those before come from the base's KV cache.
         change: what each row's cell does at its site.
         keep: how many logits from the end are wanted; None for all from ``start`` on.
+        reads: what is read of rows besides logits.
     """
 
     def __init__(
@@ -142,7 +206,9 @@ class Wavefront:
         start: int,
         change: Change,
         keep: int | None,
+        reads: Reads = NOTHING,
     ) -> None:
+        self.reads = reads
         self.model = model
         self.tower = tower
         self.base = base
@@ -166,17 +232,19 @@ class Wavefront:
     @property
     def token_layers(self) -> int:
         """How many positions go through how many blocks."""
-        return sum(self.joined) * (self.base.length - self.start)
+        return sum(self.joined[: self.reads.end]) * (self.base.length - self.start)
 
-    def run(self) -> Tensor:
-        """The logits of every row, [row, kept, d_vocab]."""
+    def run(self) -> Ran:
+        """The logits of every row, and what was to be read of it."""
         given = self._arguments()
-        hooks = [
+        hooks: list[Any] = [
             (site, _at(self.change, chosen))
             for site, chosen in self.changed.items()
             if not site.endswith("hook_resid_pre")
         ]
-        with self.model.hooks(fwd_hooks=hooks), ExitStack() as stack:
+        there = [site for site, layer in self.reads.sites.items() if layer >= self.first]
+        reader = Reader(there)
+        with self.model.hooks([*hooks, reader] if there else hooks), ExitStack() as stack:
             self.here = Here()
             eager.hold()
             stack.callback(eager.release)
@@ -190,9 +258,19 @@ class Wavefront:
                         self._narrow(layer, block), prepend=True, with_kwargs=True
                     )
                     stack.callback(handle.remove)
-            output = self.model.module(**given)
-        logits = first_tensor(output)
-        return logits[: len(self.rows), -self.keep :] if self.keep else logits[: len(self.rows)]
+            logits = _run(self.model, self.tower, given, self.reads.end)
+        values = {site: self._read(site, reader.values) for site in self.reads.sites}
+        return Ran(
+            logits=logits[: len(self.rows), -self.keep if self.keep else 0 :],
+            token_layers=self.token_layers,
+            values=values,
+        )
+
+    def _read(self, site: str, found: Mapping[str, Tensor]) -> Tensor:
+        """The values of all rows at a site: of those that have not begun there, the base's."""
+        begun = min(self.joined[self.reads.sites[site]], len(self.rows))
+        rest = self.reads.base[site][self.examples[begun : len(self.rows)], self.start :]
+        return torch.cat([found[site][:begun], rest]) if site in found else rest
 
     def _arguments(self) -> dict[str, Any]:
         """What the module is called with: every row's tokens from the start on."""

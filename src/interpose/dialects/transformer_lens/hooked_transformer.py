@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from interpose import names
 from interpose.dialects.transformer_lens.cache.going_on import run_after
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
@@ -35,7 +36,6 @@ from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models import loading
-from interpose.models.naming import names
 
 _NICKNAMES = {"gpt2-small": "gpt2"}
 _ORGANISATIONS = {

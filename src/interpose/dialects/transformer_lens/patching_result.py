@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import SiteNotFound
-from interpose.sweeps.variants import Variant, run_variants
+from interpose.sweeps.variants import Variant, VariantRuns
 
 Cell = tuple[int, ...]
 Hook = Callable[..., Tensor | None]
@@ -33,14 +33,11 @@ def run_cells(
     progress: bool = True,
 ) -> list[Tensor]:
     """Run the model for every cell with that cell's hook, many together, and measure each run's logits."""
-    from tqdm.auto import tqdm
-
-    found: dict[int, Tensor] = {}
-    variants = [Variant((hook_of(cell),)) for cell in cells]
-    inputs = model.prepare(tokens)
-    runs = run_variants(model, inputs, variants) if variants else iter(())
-    for number, logits in tqdm(runs, desc="patching", total=len(cells), disable=not progress):
-        found[number] = measure(logits)
+    if not cells:
+        return []
+    variants = [Variant([hook_of(cell)]) for cell in cells]
+    runs = VariantRuns(model, model.prepare(tokens), variants, progress=progress)
+    found = {run.number: measure(run.logits) for run in runs}
     return [found[number] for number in range(len(cells))]
 
 

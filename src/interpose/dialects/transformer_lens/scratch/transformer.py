@@ -164,7 +164,11 @@ class Transformer(nn.Module):
     def config(self) -> Any:
         """What code for models of transformers asks a config for."""
         cfg = self.cfg
-        return SimpleNamespace(vocab_size=cfg.d_vocab, max_position_embeddings=cfg.n_ctx)
+        return SimpleNamespace(
+            vocab_size=cfg.d_vocab,
+            max_position_embeddings=cfg.n_ctx,
+            final_logit_softcapping=cfg.output_logits_soft_cap,
+        )
 
     def can_generate(self) -> bool:
         """Whether it predicts next tokens."""
