@@ -19,9 +19,9 @@ PACKAGE = Path(ip.__file__).parent
 # From the bottom up; a layer imports only layers before it. `render` knows no other but `files`.
 LAYERS = [
     "errors",
+    "files",
     "names",
     "explain",
-    "files",
     "precision",
     "progress",
     "render",
