@@ -172,8 +172,8 @@ def test_noises_follow_the_seed_and_some_places_are_those_of_all() -> None:
         model,
         tokens(),
         seed=1,
-        layers=[-1, 1],
-        positions=[0, 4],
+        layer=[-1, 1],
+        pos=[0, 4],
         samples=SAMPLES,
         subject=SUBJECT,
         metric=METRIC,
@@ -221,7 +221,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
     with pytest.raises(ValueError, match="samples and window are at least 1; got 0 and 1"):
         ip.causal_tracing(model, text, subject=1, samples=0)
     with pytest.raises(IndexError, match=r"layer 7 is not there: 'resid_post' has"):
-        ip.causal_tracing(model, text, subject=1, layers=[7])
+        ip.causal_tracing(model, text, subject=1, layer=[7])
     with pytest.raises(ip.SiteNotFound, match="no site 'zz'"):
         ip.causal_tracing(model, text, subject=1, site="zz")
 
@@ -243,7 +243,7 @@ def test_an_answer_for_each_of_one_text_is_the_answer() -> None:
         ip.causal_tracing(model, tokens(), metric=listed, **options).values, one.values
     )
     with pytest.raises(IndexError, match="layer is empty"):
-        ip.causal_tracing(model, tokens(), layers=[], **options)
+        ip.causal_tracing(model, tokens(), layer=[], **options)
 
 
 def test_padding_is_not_seen() -> None:
@@ -251,7 +251,7 @@ def test_padding_is_not_seen() -> None:
     padded = torch.cat([torch.full((1, 3), PAD), tokens()], 1)
     places = range(-LENGTH, 0)
     one, other = (
-        ip.causal_tracing(model, given, positions=places, **options) for given in (padded, tokens())
+        ip.causal_tracing(model, given, pos=places, **options) for given in (padded, tokens())
     )
     assert other.values.abs().max() > 1e-2
     assert_near(one.values, other.values, oracle.some_logits(model.module))

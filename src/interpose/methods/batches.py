@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from interpose.models.selection import entries, missing_text, spans_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
 from interpose.sweeps.reference import wanted_logits
+from interpose.sweeps.variants import VariantRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -203,3 +206,11 @@ def rows_of(model: Any, texts: Any, prepend_bos: bool | None = None) -> list[Ten
     made = batches(model, texts, prepend_bos=prepend_bos)
     found = {number: row for part in made for number, row in zip(part.numbers, part.clean)}
     return [found[number] for number in range(len(found))]
+
+
+def work_of(runs: Sequence[VariantRuns], *others: Tensor) -> dict[str, Any]:
+    """What the protocol of a result says of variants that were run, and of the tokens of other forwards."""
+    tally = functools.reduce(operator.add, (one.tally for one in runs))
+    for tokens in others:
+        tally.add(1, tokens.numel() * runs[0].layers)
+    return tally.protocol
