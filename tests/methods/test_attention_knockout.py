@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
@@ -153,21 +152,15 @@ def test_a_text_is_found_in_every_example_by_itself() -> None:
     assert both.tokens is None
 
 
-class _WholeRuns(TransformerModel):
-    """A model whose blocks would read more than the stream."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("start_at_layer") is not None:
-            raise ip.Unsupported("not from the middle")
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> None:
+def test_with_hooks_of_somebody_else_runs_come_one_after_another() -> None:
     model = build("llama")
     options: dict[str, Any] = {"metric": METRIC, "query": -1, "over": ("layer", "key"), "window": 2}
     quick = ip.attention_knockout(model, tokens(), **options)
-    whole = ip.attention_knockout(_WholeRuns(model.module), tokens(), **options)
-    assert oracle.near(model.module, quick.values, whole.values)
+    with model.hooks(fwd_hooks=[(("mlp_out", 0), lambda value, hook: None)]):
+        alone = ip.attention_knockout(model, tokens(), **options)
+    assert quick.protocol["plan"].startswith("wavefront, ")
+    assert alone.protocol["plan"].startswith("one per cell, ")
+    assert oracle.near(model.module, quick.values, alone.values)
 
 
 def test_layers_without_attention_are_no_layers_of_it() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models.texts import PAD, speaking
@@ -138,16 +137,7 @@ def test_restoring_all_that_noise_changed_gives_the_clean_run(name: str) -> None
     assert_near(first.at(layer=0, pos=2), back, oracle.some_logits(model.module))
 
 
-class _WholeRuns(TransformerModel):
-    """A model whose blocks would read more than the stream."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("start_at_layer") is not None:
-            raise ip.Unsupported("not from the middle")
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> None:
+def test_with_hooks_of_somebody_else_runs_come_one_after_another() -> None:
     options: dict[str, Any] = {
         "subject": SUBJECT,
         "metric": METRIC,
@@ -156,8 +146,11 @@ def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> No
     }
     model = build("llama")
     quick = ip.causal_tracing(model, tokens(), **options)
-    whole = ip.causal_tracing(_WholeRuns(model.module), tokens(), **options)
-    assert oracle.near(model.module, quick.values, whole.values)
+    with model.hooks(fwd_hooks=[(("mlp_out", 0), lambda value, hook: None)]):
+        alone = ip.causal_tracing(model, tokens(), **options)
+    assert quick.protocol["plan"].startswith("wavefront, ")
+    assert alone.protocol["plan"].startswith("one per cell, ")
+    assert oracle.near(model.module, quick.values, alone.values)
     assert float(quick.values.abs().max()) > 0.1
 
 

@@ -43,8 +43,6 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 # The word of these is still in the plural.
 PLURAL = {
-    "attention_knockout",
-    "causal_tracing",
     "direct_logit_attribution",
 }
 

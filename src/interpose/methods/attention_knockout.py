@@ -96,6 +96,7 @@ def attention_knockout(
                     model, batch, cuts.variants, metric=metric, max_rows=max_rows, progress=False
                 )
             )
+            every[-1].tally.one_per_cell -= cuts.idle * batch.clean.numel() * len(model.blocks)
             for row, number, effect in cuts.effects(every[-1]):
                 each[row, number, list(batch.numbers)] = effect.cpu()
                 advance.step(len(batch))
@@ -135,6 +136,7 @@ class _Cuts:
         seen = [number for number, edge in enumerate(edges) if bool(edge.any())]
         numbers = [-1, *seen] if seen else []
         self.cells = [(row, number) for row in range(len(windows)) for number in numbers]
+        self.idle = sum(number < 0 for _, number in self.cells)
         self.unseen = [
             (row, n) for row in range(len(windows)) for n in range(len(edges)) if n not in seen
         ]

@@ -185,4 +185,4 @@ def _room(device: torch.device) -> float:
     """Bytes that a pass may take."""
     if device.type == "cuda":
         return 0.4 * torch.cuda.mem_get_info(device)[0]
-    return 0.75 * 2**30
+    return 2**27  # more leaves the caches, and the allocator hands out fresh pages for each tensor
