@@ -10,6 +10,9 @@ from interpose.models.batching.labelled_rows import BatchResult as BatchResult, 
 from interpose.models.batching.packed import packed_rows as packed_rows
 from interpose.models.loading import load as load, wrap as wrap
 from interpose.models.proofs.report import Report as Report
+from interpose.models.stream.branch import Branch as Branch
+from interpose.models.stream.formula import Formula as Formula
+from interpose.models.stream.whole import Stream as Stream
 from interpose.models.transformer import TransformerModel as TransformerModel
 from interpose.sites.tree import Site as Site
 

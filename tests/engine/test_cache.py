@@ -103,7 +103,9 @@ def test_a_missing_name_says_what_is_there(model: ip.Model, x: Tensor) -> None:
     _, cache = model.run_with_cache(x, names_filter="fc1")
     with pytest.raises(ip.SiteNotFound) as caught:
         _ = cache["fc2"]
-    assert str(caught.value) == "'fc2' is not in this cache. It has: 'fc1'."
+    assert str(caught.value) == (
+        "'fc2' is not in this cache. A run keeps what its names_filter says.\n  It has: 'fc1'."
+    )
     with pytest.raises(ip.SiteNotFound, match="Gradients are kept with incl_bwd=True"):
         _ = cache["fc1_grad"]
     with pytest.raises(TypeError, match="indexed by site names such as 'fc1'; got int: 3"):

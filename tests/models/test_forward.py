@@ -455,7 +455,11 @@ def test_a_loss_after_a_start_needs_the_tokens(llama: Any, tokens: Tensor) -> No
 
 
 def test_a_residual_of_the_wrong_kind_is_refused(llama: Any, tokens: Tensor) -> None:
-    for wrong, kind in ((tokens, "Tensor"), ("the cat", "str"), (None, "NoneType")):
+    for wrong, kind in (
+        (tokens, "torch.int64 of shape .1, 11."),
+        ("the cat", "str"),
+        (None, "NoneType"),
+    ):
         with pytest.raises(TypeError, match=f"start_at_layer takes the residual .* got {kind}"):
             llama(wrong, start_at_layer=1)
     with pytest.raises(ip.EditShapeError) as error:

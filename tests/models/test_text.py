@@ -411,3 +411,102 @@ def test_a_trial_leaves_no_trace_and_no_hook_hears_it() -> None:
     model.prepare(TEXTS, padding_side="right")
     handle.remove()
     assert heard == [1]
+
+
+def pieces(words: list[str], kind: str) -> Any:
+    """A tokenizer with a token for each of some words, which writes spaces as GPT-2, sentencepiece or BERT does."""
+    made: Any
+    if kind == "wordpiece":
+        made = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="?"))
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.decoder = decoders.WordPiece()
+    else:
+        made = Tokenizer(models.Unigram([(word, -float(i)) for i, word in enumerate(words)], 0))
+        scheme = "always" if kind == "sentencepiece" else "never"
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
+
+
+MARKED = [
+    "?",
+    "\u2581",
+    "\u2581in",
+    "in",
+    "\u2581Paris",
+    "Paris",
+    "(",
+    '"',
+    ":",
+    "\u2581Mur",
+    "ray",
+]
+
+
+def answered(model: Any, before: str, answer: str) -> int:
+    return int(model.to_answer(answer, model.to_tokens(before)[0]))
+
+
+def test_an_answer_without_its_space_is_asked_about(llama: Any) -> None:
+    model = TransformerModel(llama, pieces(MARKED, "bare"))
+    ids = {word: number for number, word in enumerate(MARKED)}
+    assert answered(model, "in", " Paris") == ids["\u2581Paris"]
+    for before in ("in", " in", "in:"):
+        with pytest.raises(ValueError, match="Which is meant") as caught:
+            answered(model, before, "Paris")
+        assert "Write ' Paris'" in str(caught.value)
+        assert f"or {ids['Paris']}, the number" in str(caught.value)
+    for before in ("in (", 'in "', "in "):  # nothing or a beginning before it: as it stands
+        assert answered(model, before, "Paris") == ids["Paris"]
+    assert answered(model, " Mur", "ray") == ids["ray"]  # no token has it with a space
+
+
+def test_the_same_token_with_and_without_a_space_is_not_asked_about(llama: Any) -> None:
+    spaced = TransformerModel(llama, pieces(MARKED, "sentencepiece"))
+    assert answered(spaced, "in", "Paris") == answered(spaced, "in", " Paris") == 4
+    words = ["?", "in", "Paris", "##s"]
+    cut = TransformerModel(llama, pieces(words, "wordpiece"))
+    assert answered(cut, "in", "Paris") == answered(cut, "in", " Paris") == 2
+
+
+def test_metrics_and_methods_ask_about_an_answer_without_its_space() -> None:
+    model = ip.load("pocket")
+    clean, corrupt = "The Eiffel Tower is in", "The Trevi Fountain is in"
+    for metric in (
+        ip.metrics.logit("Paris"),
+        ip.metrics.logit_difference(" Paris", "Rome"),
+        ip.metrics.probability("Paris"),
+    ):
+        with pytest.raises(ValueError, match="Which is meant"):
+            ip.sweep(model, clean, corrupt, over="layer", metric=metric, progress=False)
+    for method in (ip.logit_lens, ip.direct_logit_attribution):
+        with pytest.raises(ValueError, match="Which is meant"):
+            method(model, clean, answer="Paris")
+    token = model.to_single_token("Paris")
+    found = ip.logit_lens(model, clean, answer=token)  # a number is taken as it is
+    assert found is not None
+
+
+def test_several_tokens_that_are_one_with_a_space_are_told(llama: Any) -> None:
+    words = [word for word in MARKED if word != "Paris"]
+    words += ["Par", "is"]
+    model = TransformerModel(llama, pieces(words, "bare"))
+    with pytest.raises(ValueError, match=r"Did you mean ' Paris', which is one\?"):
+        model.to_single_token("Paris")
+
+
+@pytest.mark.parametrize("tokens", [[[3, 99]], [[3, -1]], torch.tensor([[3, 1000]])])
+def test_tokens_beyond_the_vocabulary_are_named(llama: Any, tokens: Any) -> None:
+    wrong = int(torch.as_tensor(tokens)[0, 1])
+    with pytest.raises(
+        IndexError, match=f"token {wrong} is not there: the model has tokens 0 to 98"
+    ):
+        TransformerModel(llama)(tokens)
+
+
+def test_floats_that_should_be_tokens_are_told_from_embeddings(llama: Any) -> None:
+    model = TransformerModel(llama)
+    with pytest.raises(TypeError, match=r"Tokens as floats: tokens.long\(\)"):
+        model(torch.tensor([[1.0, 2.0]]))
+    width = llama.config.hidden_size
+    assert model(torch.randn(1, 3, width)).shape[:2] == (1, 3)

@@ -570,7 +570,7 @@ def test_a_filter_of_another_type_says_what_a_filter_is():
     tree = ModuleTree(Net())
     assert told(TypeError, lambda: tree.select(3)) == (
         "a site filter is None, a name, a glob, a re.Pattern, a callable on names, "
-        "or a list of these; got int: 3"
+        "a class of modules, or a list of these; got int: 3"
     )
 
 

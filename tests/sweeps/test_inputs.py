@@ -101,7 +101,7 @@ def test_a_bare_module_is_refused_with_the_way_to_wrap_it() -> None:
     module = ip.load("pocket").module
     with pytest.raises(ip.Unsupported, match=r"ip.wrap\(module, tokenizer\); got GPT2LMHeadModel"):
         ip.sweep(module, "a", "b", metric=ip.metrics.logit(" Mary"), progress=False)
-    with pytest.raises(TypeError, match=r"ip.wrap\(module, tokenizer\), or ip.load\(name\)"):
+    with pytest.raises(ip.Unsupported, match=r"ip.load\(name\), or wrap one .* ip.wrap\(module"):
         ip.batches(module, "a")
 
 

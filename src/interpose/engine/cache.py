@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
+from interpose.explain.missing import explain_not_kept
+from interpose.explain.words import some
 from interpose.files.writing import replacing
+from interpose.names import Speller
 from interpose.render.text import human_bytes, table
 from interpose.sites.tree import Site
 from interpose.taps import values
@@ -39,6 +42,8 @@ class Cache(Mapping[str, Tensor]):
     list of them. Gradients, where they were asked for, are ``cache.grad["fc1"]`` and
     ``cache["fc1_grad"]``.
     """
+
+    _of_gradients = False
 
     def __init__(
         self,
@@ -125,10 +130,13 @@ class Cache(Mapping[str, Tensor]):
         if inside:
             choices = ", ".join(map(repr, inside[:6])) + (", ..." if len(inside) > 6 else "")
             return AmbiguousSite(f"{name!r} holds several tensors; say which one: {choices}.")
-        shown = ", ".join(map(repr, list(self._values)[:8]))
-        shown += f", ... ({len(self)} in all)" if len(self) > 8 else ""
-        hint = "" if not name.endswith(_GRAD) else " Gradients are kept with incl_bwd=True."
-        return SiteNotFound(f"{name!r} is not in this cache. It has: {shown or 'nothing'}.{hint}")
+        block = name.split(".")[:2]
+        beside = [key for key in self._values if key.split(".")[:2] == block]
+        shown = some(map(repr, beside or self._values)) or "nothing"
+        why = explain_not_kept(self._spelling, name, list(self._values))
+        if self._of_gradients or name.endswith(_GRAD):
+            why = "Gradients are kept with incl_bwd=True, or incl_bwd=lambda out: a loss."
+        return SiteNotFound(f"{name!r} is not in this cache. {why}\n  It has: {shown}.")
 
     def calls(self, name: Any) -> list[Tensor]:
         """All values of a site, one per call of its module; a list of one for most."""
@@ -143,7 +151,13 @@ class Cache(Mapping[str, Tensor]):
         found = {
             key.removesuffix(_GRAD): v for key, v in self._values.items() if key.endswith(_GRAD)
         }
-        return Cache(found, aliases=self._aliases, calls=self._calls, spelling=self._spelling)
+        made = Cache(found, aliases=self._aliases, calls=self._calls, spelling=self._spelling)
+        made._of_gradients = True
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has tensors of its own, whose versions say nothing of the model's changes.
+        return {**vars(self), "_values": {name: self[name] for name in self}, "_versions": {}}
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +187,9 @@ class Cache(Mapping[str, Tensor]):
                 (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name
             )
         tensors = {name: self[name].detach().contiguous().clone() for name in set(same.values())}
-        about = {"same": same, "aliases": self._aliases, "calls": self._calls}
+        about: dict[str, Any] = {"same": same, "aliases": self._aliases, "calls": self._calls}
+        if isinstance(self._spelling, Speller):
+            about["names"] = {"sites": self._spelling.sites, "absent": self._spelling.absent}
         with replacing(path) as unfinished:
             save_file(tensors, unfinished, metadata={"interpose.cache": json.dumps(about)})
 
@@ -186,7 +202,8 @@ class Cache(Mapping[str, Tensor]):
             about = json.loads(file.metadata()["interpose.cache"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         values = {name: tensors[kept] for name, kept in about["same"].items()}
-        return Cache(values, aliases=about["aliases"], calls=about["calls"])
+        spelling = Speller(**about["names"]) if "names" in about else None
+        return Cache(values, aliases=about["aliases"], calls=about["calls"], spelling=spelling)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -213,3 +230,7 @@ class Cache(Mapping[str, Tensor]):
         from interpose.render.html import html_table
 
         return html_table(("site", "shape", "dtype", "size"), self._rows(), title=self._headline())
+
+
+# So that torch.load reads one as it reads tensors: they are nothing but data.
+torch.serialization.add_safe_globals([Cache, Speller])

@@ -265,7 +265,9 @@ class CaptureRun(Scope):
             for other in other_names(tree, one.site, one.name, one.leaf):
                 aliases.setdefault(other, one.name)
         self.kept, self.grads = [], []
-        return Cache(found, aliases=aliases, calls=calls, versions=versions, spelling=tree.spelling)
+        return Cache(
+            found, aliases=aliases, calls=calls, versions=versions, spelling=tree.speller()
+        )
 
 
 def _can_be_called(module: nn.Module) -> bool:

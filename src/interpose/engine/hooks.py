@@ -170,7 +170,7 @@ class FunctionHook(Hook):
         super().__init__(site)
         self.function = function
         self.direction = direction
-        self._call = _caller(function)
+        self._call = _caller(function, forward=direction == "fwd")
 
     def directions(self) -> tuple[str, ...]:
         """The one it was made for."""
@@ -286,6 +286,10 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
             return moved
         if callable(what) and not isinstance(what, (Hook, str, Site)):
             return FunctionHook(what, site, direction)
+    if isinstance(item, tuple) and len(item) == 3 and isinstance(item[0], str):
+        raise TypeError(f"kind and layer go together: (({item[0]!r}, {item[1]!r}), function).")
+    if isinstance(item, type) and issubclass(item, Hook):
+        raise TypeError(f"{item.__name__} is a class of hooks: make one, ip.{item.__name__}(...).")
     raise TypeError(
         "a hook is a pair (site, function) such as ('fc1', fn), or a Detector, Controller or "
         f"edit; got {item!r}"
@@ -299,7 +303,8 @@ def all_hooks(hooks: Any, fwd_hooks: Any, bwd_hooks: Any) -> list[Hook]:
     for item in _items(bwd_hooks) if bwd_hooks != () else ():
         hook = as_hook(item, "bwd")
         if not isinstance(hook, FunctionHook):
-            raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}")
+            why = f" {_NO_TORCH_HOOK}" if isinstance(hook, TorchHook) else ""
+            raise TypeError(f"bwd_hooks takes pairs (site, function); got {item!r}.{why}")
         found.append(hook)
     return found
 
@@ -315,6 +320,8 @@ def _items(given: Any) -> Iterable[Any]:
         return [given]
     if isinstance(given, Iterable) and not isinstance(given, str):
         return given
+    if isinstance(given, type):
+        return [given]
     raise TypeError(f"hooks come in a list, such as [('fc1', fn)]; got {given!r}")
 
 
@@ -344,7 +351,15 @@ def _label_of(function: Callable[..., Any]) -> str:
     return f"hook {name!r} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
 
 
-def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
+_NO_TORCH_HOOK = (
+    "It gets one gradient, that of the value at its site: fn(grad, hook). Torch's backward hooks of modules get "
+    "others, and stay with torch: module.register_full_backward_hook(fn)."
+)
+
+
+def _caller(
+    function: Callable[..., Any], *, forward: bool = True
+) -> Callable[[Tensor, HookPoint], Any]:
     """How to call a user's function: with ``hook=`` if it takes that, else by place or not at all."""
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -366,8 +381,12 @@ def _caller(function: Callable[..., Any]) -> Callable[[Tensor, HookPoint], Any]:
     if len(required) > 2:
         names = ", ".join(p.name for p in required)
         raise TypeError(
-            f"{_label_of(function)} takes ({names}); a hook function takes (value, hook). "
-            "If it is a PyTorch hook, wrap it: ip.torch_hook(fn)."
+            f"{_label_of(function)} takes ({names}); a hook function takes (value, hook)."
+            + (
+                " If it is a PyTorch hook, wrap it: ip.torch_hook(fn)."
+                if forward
+                else f" {_NO_TORCH_HOOK}"
+            )
         )
     if len(required) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import weakref
@@ -23,6 +22,9 @@ from interpose.engine.shape_scan import scan
 from interpose.engine.stamp import Stamp
 from interpose.engine.standing_hooks import HookItem, StandingHooks
 from interpose.errors import Unsupported
+from interpose.explain.missing import explain_attribute
+from interpose.explain.raised import say_where
+from interpose.explain.words import nearest
 from interpose.sites.tree import Filter, ModuleTree, Site
 from interpose.taps.context import Whereabouts, frame_of
 
@@ -41,7 +43,7 @@ class Model(StandingHooks):
                 "this is wrapped already; wrap(model.module) would make a second view of it."
             )
         if not isinstance(module, nn.Module):
-            raise TypeError(f"wrap takes an nn.Module; got {type(module).__name__}.")
+            raise TypeError(f"wrap takes an nn.Module; got {type(module).__name__}: {module!r:.60}")
         if isinstance(module, torch.jit.ScriptModule):
             raise Unsupported(
                 f"{type(module).__name__} is TorchScript: its inside runs outside Python, where no "
@@ -113,7 +115,11 @@ class Model(StandingHooks):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with whatever hooks are in scope."""
         frame_of(self.root).begin(self, kwargs)  # a single run has no hooks on the root for this
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception as error:
+            say_where(self.tree, error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not set yet: being copied or unpickled
@@ -121,9 +127,7 @@ class Model(StandingHooks):
         try:
             found = getattr(self.module, name)
         except AttributeError:
-            raise AttributeError(
-                f"neither Model nor {type(self.module).__name__} has {name!r}"
-            ) from None
+            raise AttributeError(explain_attribute(self, name)) from None
         if not inspect.ismethod(found) or not hasattr(nn.Module, name):
             return found
 
@@ -320,5 +324,4 @@ _RUN_WITH_CACHE = [
 
 @functools.lru_cache(maxsize=256)
 def _close(name: str, ours: tuple[str, ...]) -> str | None:
-    near = difflib.get_close_matches(name, ours, n=1, cutoff=0.8)
-    return near[0] if near else None
+    return nearest(name, ours, 0.8)

@@ -129,7 +129,7 @@ class Recording(Scope):
         self.wanted = wanted
         self.texts: dict[str, list[Text]] = {}
         self.bindings.append(Binding(Engine("the cache"), "fwd", self._reads, model.changes))
-        self._cache = Cache(spelling=model.tree.spelling)
+        self._cache = Cache(spelling=model.tree.speller())
 
     def _reads(self) -> list[Capturing]:
         return [

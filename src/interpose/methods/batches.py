@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import NothingSelected, Unsupported
-from interpose.models.running.rows import tokens_of
+from interpose.models.running.rows import must_read_text, tokens_of
 from interpose.models.selection import entries, missing_text, spans_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
@@ -138,6 +138,7 @@ def batches(
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
+    must_read_text(model)
     if getattr(model, "training", False):
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."

@@ -10,7 +10,6 @@ difference of the logit between the prompts.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,13 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
 from interpose.render import escape
 from interpose.render.html import Markup, bar, html_table
 from interpose.render.labelled import Labelled
 from interpose.render.text import table
 
-_ADDED = re.compile(r"blocks\.0\.hook_resid_pre|blocks\.\d+\.hook_(attn|mixer|mlp)_out")
 _EVIDENCE = (
     "Evidence for where the two prompts are told apart, and by how much. Not evidence that a difference matters for "
     "the answer: patching (ip.activation_patching) tests that. Attribution is what is written straight to the logits."
@@ -196,17 +195,15 @@ def _check(a: Any, b: Any, answer: Any, instead: Any, by: str, pos: int | None) 
 
 def _added(model: Any, tokens: Any, by: str, where: list[int] | None) -> dict[Any, Tensor]:
     """What each component adds to the stream, [example, pos, d_model], or each head, [example, pos, head, d_model]."""
-    names = "result" if by == "head" else _ADDED
-    _, cache = model.run_with_cache(tokens, names_filter=names, pos_slice=where, return_type=None)
-    layers = range(len(model.blocks))
+    sites: dict[Any, str] = {"embeddings": "blocks.0.hook_resid_pre"}
     if by == "head":
-        return {i: cache["result", i].float() for i in layers if ("result", i) in cache}
-    found = {"embeddings": cache["resid_pre", 0].float()}
-    for layer in layers:
-        for kind in ("attn", "mixer", "mlp"):
-            if (f"{kind}_out", layer) in cache:
-                found[f"{kind} {layer}"] = cache[f"{kind}_out", layer].float()
-    return found
+        sites = {model.sites[name].layer: name for name in model.sites.select("result")}
+    else:
+        sites |= {f"{b.kind} {b.layer}": b.site for b in model.stream.branches}
+    _, cache = model.run_with_cache(
+        tokens, names_filter=list(sites.values()), pos_slice=where, return_type=None
+    )
+    return {name: wide(cache[site]) for name, site in sites.items()}
 
 
 def _compared(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.gradient_attribution import must_have_gradient
-from interpose.methods.norms import Norm, wide
 from interpose.methods.wiring import INPUT, Graph, Layer, Wiring, same, wiring
+from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
 from interpose.render.labelled import Labelled
 
@@ -381,7 +381,7 @@ def _rows(value: Tensor, steps: int, some: slice) -> Tensor:
     return wide(value.unflatten(0, (steps, -1)).flatten(1, 2)[:, some])
 
 
-def _pull(norm: Norm, grads: Tensor, x: Tensor, scale: Tensor) -> None:
+def _pull(norm: ip.Formula, grads: Tensor, x: Tensor, scale: Tensor) -> None:
     """Turn gradients behind a norm, divided by its scale, into those before it; in place.
 
     The part along the normalised stream, and the mean, cannot be moved by anything before the norm.

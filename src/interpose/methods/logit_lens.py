@@ -276,30 +276,7 @@ def _logits_of(model: Any, streams: dict[int, Tensor], ids: list[int]) -> Tensor
         stack.flatten(0, 1), names_filter="unembed.hook_in", return_type=None, **last
     )
     said = cache["unembed.hook_in"].float() @ model.W_U[:, ids].float() + model.b_U[ids].float()
-    # One unembedding of one position shows what the model does to its logits afterwards.
-    logits, cache = model.run_with_cache(stack[:1, 0, :1], names_filter="unembed.hook_out", **last)
-    finish = _afterwards(model, cache["unembed.hook_out"], logits)
-    return finish(said.unflatten(0, stack.shape[:2]))
-
-
-def _afterwards(model: Any, plain: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes the model's logits of what its unembedding returns: a soft cap, a multiplier, or nothing."""
-    room = 1e-5 if logits.dtype.itemsize >= 4 else 1e-2
-    plain, logits = plain.float(), logits.float()
-    times = 1.0 if plain.equal(logits) else float((plain * logits).sum() / plain.square().sum())
-    ways: list[Callable[[Tensor], Tensor]] = [lambda x: x * times]
-    config = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("final_logit_softcapping", "logits_soft_cap"):
-        if cap := getattr(config, name, None):
-            ways.insert(0, lambda x, cap=cap: cap * (x / cap).tanh())  # type: ignore[misc]
-    for made in ways:
-        if torch.allclose(made(plain), logits, rtol=room, atol=room * float(logits.abs().max())):
-            return made
-    raise ip.Unsupported(
-        "what this model does to its logits behind the unembedding is neither a multiplier nor a soft cap of its "
-        "config, so logits_of cannot do it to a few of them. Give answer=... instead, which computes all."
-    )
+    return model.stream.logits(said.unflatten(0, stack.shape[:2]))  # type: ignore[no-any-return]
 
 
 def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[list[int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from interpose.engine.model import Model
+from interpose.explain.words import nearest
 from interpose.models.transformer import TransformerModel
 
 POCKET = Path(__file__).parents[1] / "pocket"
@@ -34,13 +35,28 @@ def wrap(module: nn.Module, tokenizer: Any = None, processor: Any = None) -> Mod
         tokenizer: for text, if it is a language model.
         processor: for text with images or sound.
     """
+    _must_be_module(module)
     if is_transformer(module):
         return TransformerModel(module, tokenizer=tokenizer, processor=processor)
     if tokenizer is not None or processor is not None:
         raise TypeError(
-            f"{type(module).__name__} is no model of transformers: it takes no tokenizer."
+            f"{type(module).__name__} is no model of transformers: it takes no tokenizer. Leave it out: "
+            "ip.wrap(module)."
         )
     return Model(module)
+
+
+def _must_be_module(given: Any) -> None:
+    """Refuse a name or a class in the place of a module, and say what to write."""
+    if isinstance(given, str):
+        raise TypeError(
+            f"wrap takes a module and not its name; to load a model: ip.load({given!r})."
+        )
+    if isinstance(given, type):
+        name = given.__name__
+        raise TypeError(
+            f"wrap takes a module, and {name} is a class: make one first, ip.wrap({name}(...))."
+        )
 
 
 def as_model(model: Model | nn.Module) -> Model:
@@ -62,7 +78,7 @@ def is_transformer(module: nn.Module) -> bool:
 
 
 def load(
-    name_or_folder: str,
+    name_or_folder: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
@@ -78,6 +94,7 @@ def load(
         **options: for ``from_pretrained``, such as ``device_map`` or ``attn_implementation``.
     """
     transformers = _transformers()
+    name_or_folder = _as_name(name_or_folder)
     if name_or_folder == "pocket":
         name_or_folder = str(POCKET)
     elif "/" not in name_or_folder and _is_misspelt(name_or_folder):
@@ -111,10 +128,18 @@ _FOR_FILES = (
 )
 
 
+def _as_name(given: Any) -> str:
+    """A name or folder as text."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(
+            f"load takes a name or a folder; got {type(given).__name__}. A module is wrapped: ip.wrap(module)."
+        )
+    return str(os.fspath(given))
+
+
 def _is_misspelt(name: str) -> bool:
     """Whether a name was meant to be the pocket model's: no folder, and nothing a hub would have by that name."""
-    near = difflib.get_close_matches(name.lower(), ["pocket"], cutoff=0.8)
-    return bool(near) and not Path(name).exists()
+    return nearest(name, ["pocket"], 0.8) is not None and not Path(name).exists()
 
 
 def _transformers() -> Any:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
+from interpose.explain.missing import explain_missing, explain_nothing
+from interpose.explain.words import some
+from interpose.names import Speller
 from interpose.sites.grammar import OUTPUT, Key, Tail, compile_glob, is_glob, parse_tail, spell
 from interpose.sites.lens import Lens, Switch
-from interpose.sites.suggest import explain_missing, explain_nothing
 
 _TRANSPARENT = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _FORWARDING = {"DistributedDataParallel", "FullyShardedDataParallel"}
@@ -81,7 +83,7 @@ class Selector(Protocol):
 
 
 Filter = str | re.Pattern[str] | Callable[[str], bool] | Site | Iterable[object] | Selector | None
-"""What selects sites: None for all outputs, a name, a glob, a regex, a callable on names, a list of these."""
+"""What selects sites: None for all outputs, a name, a glob, a regex, a callable, a class of modules, a list."""
 
 
 class ModuleTree:
@@ -130,21 +132,17 @@ class ModuleTree:
         if not path:
             return module, "", ""
         used: list[str] = []
-        rest = path
-        while rest:
-            segment, _, after = rest.partition(".")
+        segments = path.split(".")
+        for at, segment in enumerate(segments):
             child = children_of(module).get(segment)
-            if child is None:
-                if segment in _TRANSPARENT or (
-                    segment == "module" and not used and module is not self.root
-                ):
-                    rest = after
-                    continue
-                break
-            module = _unwrapped(child)
-            used.append(segment)
-            rest = after
-        return module, ".".join(used), rest
+            if child is not None:
+                module = _unwrapped(child)
+                used.append(segment)
+            elif segment not in _TRANSPARENT and (
+                segment != "module" or used or module is self.root
+            ):
+                return module, ".".join(used), ".".join(segments[at:])
+        return module, ".".join(used), ""
 
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
@@ -190,6 +188,10 @@ class ModuleTree:
     spelling: Callable[[Any], str] | None = None
     """Turns other spellings of a name into the canonical one, where there are such."""
 
+    def speller(self) -> Speller | None:
+        """The same as data, as far as names are known, for values that outlive the model."""
+        return None
+
     def meaning(self, name: str) -> str | None:  # noqa: ARG002
         """Another name, by what a place means, where that is known."""
         return None
@@ -222,6 +224,14 @@ class ModuleTree:
             return [(wanted, True)]
         if hasattr(wanted, "select_in"):  # a selector
             return wanted.select_in(self)  # type: ignore[no-any-return]
+        if is_class(wanted):
+            kinds = [pair for pair in self.modules() if isinstance(pair[1], wanted)]
+            if not kinds:
+                there = dict.fromkeys(type(module).__name__ for _, module in self.modules())
+                raise NothingMatched(
+                    f"no module of {self.label} is a {wanted.__name__}. There are: {some(there)}."
+                )
+            return [(self.place(*pair), False) for pair in kinds]
         if isinstance(wanted, nn.Module):
             inner = _unwrapped(wanted)
             for path, module in self.modules():
@@ -252,7 +262,7 @@ class ModuleTree:
                 )
             return list(found.values())
         raise TypeError(
-            "a site filter is None, a name, a glob, a re.Pattern, a callable on names, or a list "
+            "a site filter is None, a name, a glob, a re.Pattern, a callable on names, a class of modules, or a list "
             f"of these; got {type(wanted).__name__}: {wanted!r}"
         )
 
@@ -267,8 +277,8 @@ class ModuleTree:
         if hits:
             return [self.place(path, module) for path, module in hits]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
-        cut = re.search(r"(#\d+)?(\.(input|output)([.\[].*)?)?$|#\d+.*$|\[.*$", pattern)
-        tail = parse_tail(pattern[cut.start() :]) if cut is not None and cut.group() else None
+        cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
+        tail = None if cut is None else parse_tail(pattern[cut.start() :])
         if tail is not None and cut is not None:
             regex = compile_glob(pattern[: cut.start()])
             hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
@@ -322,6 +332,11 @@ def _spelled(path: str, tail: Tail, module: nn.Module) -> str:
     return f"{path}.{tail}" if tail.port == "input" else f"{path}{spell(tail.leaf)}"
 
 
+def is_class(wanted: object) -> TypeGuard[type[nn.Module]]:
+    """Whether a filter is a class of modules, such as nn.Linear, which stands for all of that class."""
+    return isinstance(wanted, type) and issubclass(wanted, nn.Module)
+
+
 def join(found: dict[str, tuple[Site, bool]], site: Site, outright: bool) -> None:
     """Add a site to those found so far, each once; two parts of one value have no names apart."""
     if found.setdefault(site.name, (site, outright))[0].part is not site.part:
@@ -347,7 +362,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
         children = children_of(module)
         inner = None
-        if not _TRANSPARENT.isdisjoint(children):
+        if not children.keys().isdisjoint(_TRANSPARENT):  # and not through all the children
             inner = next(children[name] for name in children if name in _TRANSPARENT)
         elif "module" in children and type(module).__name__ in _FORWARDING:
             inner = children["module"]

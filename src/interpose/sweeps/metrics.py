@@ -132,8 +132,12 @@ class Metric:
                 f"{what} has {len(listed)} tokens for {examples.total} examples: give one for each, or one for all."
             )
         chosen = [listed[number] for number in examples.numbers]
-        lookup = examples.model.to_single_token
-        ids = [lookup(word) if isinstance(word, str) else int(word) for word in chosen]  # type: ignore[arg-type]
+        ends = examples.tokens[:, : self.pos + 1 or None]
+        lookup = examples.model.to_answer
+        ids = [
+            lookup(word, row) if isinstance(word, str) else int(word)  # type: ignore[arg-type]
+            for word, row in zip(chosen, ends)
+        ]
         _must_be_tokens(ids, examples.model, what)
         return torch.tensor(ids, device=examples.tokens.device)
 

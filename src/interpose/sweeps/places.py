@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from interpose import names
 from interpose.errors import Unsupported
 from interpose.models import selection
-from interpose.models.naming import names
 from interpose.sweeps.cells import Cell
 
 AXES = ("site", "layer", "head", "neuron", "pos")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.patching_result import kept
-from interpose.models.naming.names import of_kind
+from interpose.names import of_kind
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
 HEAD_NAMES: tuple[str, ...] = get_args(HeadName)

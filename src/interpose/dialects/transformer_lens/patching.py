@@ -35,7 +35,7 @@ from interpose.dialects.transformer_lens.path_patching import (
     get_act_patch_direct_path_all_sources,
 )
 from interpose.errors import EditShapeError
-from interpose.models.naming.names import of_kind
+from interpose.names import of_kind
 
 __all__ = [
     "AxisNames",

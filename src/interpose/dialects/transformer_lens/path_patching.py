@@ -21,7 +21,7 @@ from interpose.dialects.transformer_lens.patching_result import (
     require_eval,
     run_cells,
 )
-from interpose.models.naming.names import of_kind
+from interpose.names import of_kind
 
 Component = Literal["q", "k", "v"]
 

@@ -202,7 +202,7 @@ class PackedRun(Scope):
             )
             for name, column in kept.items()
         }
-        cache = Cache(found, aliases=aliases, spelling=self.model.tree.spelling)
+        cache = Cache(found, aliases=aliases, spelling=self.model.tree.speller())
         return cache, labels, axes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,12 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from interpose import names
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
-from interpose.models.naming import names
+from interpose.explain.missing import LONG, explain_missing
+from interpose.explain.words import nearest
+from interpose.files.schema import shown
 from interpose.models.naming.table import Table
+from interpose.names import Speller
 from interpose.sites.grammar import Tail, compile_glob, is_glob
-from interpose.sites.suggest import explain_missing
-from interpose.sites.tree import ModuleTree, Site, join
+from interpose.sites.tree import ModuleTree, Site, is_class, join
 
 
 class SemanticTree(ModuleTree):
@@ -25,6 +27,7 @@ class SemanticTree(ModuleTree):
         super().__init__(root)
         self._discover = discover
         self._table: Table | None = None
+        self._speller: Speller | None = None
         self._asked: dict[str, Site] = {}
         self._selected: dict[str, list[tuple[Site, bool]]] = {}
         self._meanings: dict[str, str] = {}
@@ -68,31 +71,22 @@ class SemanticTree(ModuleTree):
 
     def spelling(self, asked: Any) -> str:
         """The canonical spelling of a name or short form."""
-        if names.is_short_form(asked):
-            asked = names.of_kind(*asked)
-        if not isinstance(asked, str):
-            raise TypeError(
-                "a site is named by a string such as 'blocks.5.hook_resid_post', or by kind and "
-                f"layer: ('resid_post', 5); got {asked!r}"
-            )
-        return self._key(asked)
+        return self._spell(asked)
+
+    def speller(self) -> Speller:
+        """The names that are known so far, as data."""
+        return Speller() if self._table is None else self._spell
+
+    @property
+    def _spell(self) -> Speller:
+        if self._speller is None:
+            primary = {name: site.primary for name, site in self.table.sites.items()}
+            self._speller = Speller(primary, dict(self.table.absent))
+        return self._speller
 
     def _key(self, name: str) -> str:
         """The canonical spelling, layers counted from the end included."""
-        key = names.canonical(name)
-        negative = re.match(r"(.*?)blocks\.(-\d+)\.(.*)", key)
-        if negative is not None:
-            prefix, layer, rest = negative.groups()
-            count = self.blocks(prefix) or self.blocks("decoder.")
-            number = int(layer) + count
-            key = f"{prefix}blocks.{number if number >= 0 else layer}.{rest}"
-        if key not in self.table.sites:
-            # An encoder-decoder has no sites without a prefix: its decoder's are meant.
-            if f"decoder.{key}" in self.table.sites or f"decoder.{key}" in self.table.absent:
-                return f"decoder.{key}"
-        if key.endswith("mlp.hook_pre_linear") and key not in self.table.sites and key != name:
-            key = key.removesuffix("_linear")  # the bridge's `mlp.in` of an MLP without a gate
-        return key
+        return self._spell.key(name)
 
     def meaning(self, name: str) -> str | None:
         """The semantic name of a module path, if discovery knows one."""
@@ -106,7 +100,7 @@ class SemanticTree(ModuleTree):
     def forget(self) -> None:
         """Discover again when next asked."""
         super().forget()
-        self._table = None
+        self._table = self._speller = None
         self._meanings.clear()
         self._asked.clear()
         self._selected.clear()
@@ -115,14 +109,13 @@ class SemanticTree(ModuleTree):
         """Offer a site no more."""
         self.table.sites.pop(name, None)
         self.table.absent[name] = reason
+        self._speller = None
         self._asked.clear()
         self._selected.clear()
 
     def blocks(self, prefix: str = "") -> int:
         """How many blocks a tower has."""
-        start = f"{prefix}blocks."
-        layers = {n[len(start) :].split(".")[0] for n in self.table.sites if n.startswith(start)}
-        return len(layers)
+        return self._spell.blocks(prefix)
 
     def leads_somewhere(self, name: str) -> bool:
         """Whether a name is one of a site."""
@@ -144,7 +137,7 @@ class SemanticTree(ModuleTree):
             return self._select_name(wanted)
         if isinstance(wanted, re.Pattern):
             return self._accepted(lambda name: bool(wanted.search(name)), wanted)
-        if callable(wanted) and not isinstance(wanted, (nn.Module, Site)):
+        if callable(wanted) and not isinstance(wanted, (nn.Module, Site)) and not is_class(wanted):
             return self._accepted(wanted, wanted)
         if isinstance(wanted, Iterable) and not isinstance(wanted, (nn.Module, Site)):
             found: dict[str, tuple[Site, bool]] = {}
@@ -174,7 +167,7 @@ class SemanticTree(ModuleTree):
             self._selected[asked] = hits
             return hits
         if names.looks_semantic(name):
-            raise NothingMatched(self._nothing(f"the glob {name!r}"))
+            raise NothingMatched(self._nothing(f"the glob {shown(name, LONG)}"))
         return super().select(name)
 
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
@@ -210,16 +203,14 @@ class SemanticTree(ModuleTree):
             here = ".".join(segments[: at + 1])
         else:
             children = self._children(here)
-        shown = ", ".join(children[:12]) + (
-            f", ... ({len(children)})" if len(children) > 12 else ""
-        )
+        some = ", ".join(children[:12]) + (f", ... ({len(children)})" if len(children) > 12 else "")
         if children and all(child.isdigit() for child in children):
-            shown = f"{len(children)} entries (0..{len(children) - 1})"
+            some = f"{len(children)} entries (0..{len(children) - 1})"
         where = repr(here) if here else self.label
-        near = difflib.get_close_matches(key, list(self.table.sites), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "no name is close to it."
+        near = nearest(key, self.table.sites, 0.5)
+        hint = f"did you mean {near!r}?" if near else "no name is close to it."
         return (
-            f"no site {name!r} in {self.label}.\n  {where} has: {shown}\n  {hint}   "
+            f"no site {shown(name, LONG)} in {self.label}.\n  {where} has: {some}\n  {hint}   "
             "(list them: model.sites)"
         )
 

@@ -153,8 +153,13 @@ class Forward(Model):
             raise TypeError("a text brings its own mask; give tokens with attention_mask.")
         tensor = None if words is not None else torch.as_tensor(given).to(self.device)
         made: dict[str, Any]
-        if tensor is not None and tensor.is_floating_point():
+        if tensor is not None and tensor.is_floating_point() and tensor.numel():
             main = getattr(self.root, "main_input_name", "input_ids")
+            if main == "input_ids" and tensor.ndim != 3:
+                raise TypeError(
+                    "tokens are integers [batch, pos] or [pos], and embeddings [batch, pos, d_model]; got "
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}. Tokens as floats: tokens.long()."
+                )
             made = {"inputs_embeds" if main == "input_ids" else main: tensor}
             made |= self._mask_arguments(mask) if main == "input_ids" else {}
         elif tensor is not None and (mask is not None or kwargs.get("past_key_values") is not None):
@@ -178,7 +183,7 @@ class Forward(Model):
         if not isinstance(residual, Tensor) or not residual.is_floating_point():
             raise TypeError(
                 "start_at_layer takes the residual stream there, a floating point tensor [batch, pos, "
-                f"d_model], by position; got {type(residual).__name__}."
+                f"d_model], by position; got {_brief(residual)}."
             )
         main = str(getattr(self.root, "main_input_name", "input_ids"))
         if main != "input_ids" and main not in kwargs:
@@ -234,6 +239,13 @@ class Forward(Model):
                 f"{tuple(logits.shape)} for {decoder}input_ids of shape {tuple(tokens.shape)}."
             )
         return next_token_loss(logits, tokens, given.get(f"{decoder}attention_mask"), per_token)
+
+
+def _brief(given: Any) -> str:
+    """What something is, for errors."""
+    if isinstance(given, Tensor):
+        return f"{given.dtype} of shape {tuple(given.shape)}"
+    return type(given).__name__
 
 
 def next_token_loss(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.errors import Unsupported
 from interpose.models.running import masks
 from interpose.models.running.padding import accepts
 from interpose.models.running.text import raise_empty, texts_in
@@ -45,11 +46,7 @@ def read(
         prepend_bos: as in ``to_tokens``, for texts.
         truncate: cut texts that are longer than the model's context; by default they are refused.
     """
-    if not hasattr(model, "to_tokens"):
-        raise TypeError(
-            f"a model of transformers is wrapped first: ip.wrap(module, tokenizer), or ip.load(name); got "
-            f"{type(model).__name__}."
-        )
+    must_read_text(model)
     if isinstance(given, Mapping):
         return _of_mapping(model, given)
     given = given if isinstance(given, (str, Tensor)) else list(given)
@@ -58,6 +55,24 @@ def read(
         return _of_texts(model, texts, prepend_bos, truncate)
     tokens = _tokens(given, "texts are strings, or tokens")
     return _without_padding({"input_ids": tokens}, _known(model, tokens), model.device)
+
+
+def must_read_text(model: Any) -> None:
+    """Refuse what cannot run texts: every method that takes texts asks here."""
+    module = getattr(model, "module", model)
+    name = type(module).__name__
+    if not hasattr(model, "to_tokens"):
+        raise Unsupported(
+            f"this runs texts through a model of transformers, whose layers and heads are known; got {name}. "
+            "Load one with ip.load(name), or wrap one with its tokenizer: ip.wrap(module, tokenizer). "
+            "Of other modules, run edits one by one: model.run_with_hooks(x, hooks=[...])."
+        )
+    reads = getattr(model.root, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise Unsupported(
+            f"this runs texts, and {name} reads {reads}: it is no language model. Run it with its own inputs: "
+            f"model.run_with_hooks({reads}=..., hooks=[...]), model.run_with_cache({reads}=...)."
+        )
 
 
 def read_tokens(given: Any) -> list[list[int]]:

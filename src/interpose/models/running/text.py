@@ -77,6 +77,8 @@ class Text(Model):
             padding_side: as in `to_tokens`, for texts.
             truncate: as in `to_tokens`, for texts.
         """
+        if isinstance(input, (list, tuple)) and not len(input):
+            raise ValueError("there is no text: give at least one.")
         texts = texts_in(input)
         if texts is None:
             tokens = self._tokens(input)
@@ -96,7 +98,22 @@ class Text(Model):
                 f"tokens are integers of shape [batch, pos] or [pos]; got {tokens.dtype} of shape "
                 f"{tuple(tokens.shape)}."
             )
+        self._must_be_in_vocabulary(tokens)
         return masks.moved(tokens, self.device)
+
+    def _must_be_in_vocabulary(self, tokens: Tensor) -> None:
+        """Refuse tokens that the model has no embedding for. Tokens on another device are not waited for."""
+        config = self._text_config()
+        if tokens.is_cpu and tokens.numel() and config is getattr(self.module, "config", None):
+            size = getattr(
+                config, "vocab_size", None
+            )  # beside a vision tower, more ids mean something
+            low, high = map(int, tokens.aminmax())
+            if isinstance(size, int) and (low < 0 or high >= size):
+                raise IndexError(
+                    f"token {low if low < 0 else high} is not there: the model has tokens 0 to {size - 1}. "
+                    "Are these tokens of another tokenizer? model.to_tokens(text) makes this model's."
+                )
 
     def _with_mask(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         """The arguments for tokens of which some are padding."""
@@ -297,15 +314,50 @@ class Text(Model):
 
     def to_single_token(self, string: str) -> int:
         """The one token that a string is; an error that shows the pieces if it is none or several."""
+        found = self._single(string)
+        if found is None:
+            row = self._ids([string], special=False)[0]
+            spaced = None if string[:1].isspace() else self._single(f" {string}")
+            meant = "" if spaced is None else f" Did you mean {' ' + string!r}, which is one?"
+            raise ValueError(
+                f"{string!r} is {len(row)} tokens and not one: {self._pieces(row)}.{meant} Most tokenizers "
+                "have words with the space before them (' Paris'); look with to_str_tokens, or give the number."
+            )
+        return found
+
+    def _single(self, string: str) -> int | None:
+        """The one token that a string is, if it is one."""
         row = self._ids([string], special=False)[0]
         if len(row) == 2 and self._pieces(row)[1] == string:
             return row[1]  # a tokenizer that begins every text with a space has put one too many
-        if len(row) != 1:
-            raise ValueError(
-                f"{string!r} is {len(row)} tokens and not one: {self._pieces(row)}. Most tokenizers "
-                "have words with the space before them (' Paris'); look with to_str_tokens, or give the number."
-            )
-        return row[0]
+        return row[0] if len(row) == 1 else None
+
+    def to_answer(self, string: str, before: Tensor) -> int:
+        """The token that a string is as what comes next; an error where the same with a space would.
+
+        ``Paris`` after ``The Eiffel Tower is in`` is hardly meant as it stands, where `` Paris`` is another token. A
+        number is always taken as it is.
+
+        Args:
+            string: the answer.
+            before: the tokens that it is to follow, [pos].
+        """
+        token = self.to_single_token(string)
+        if not string[:1].isalnum():
+            return token
+        spaced = self._single(f" {string}")
+        if spaced in (None, token):
+            return token
+        last = before[-8:].tolist()  # a character may be several tokens
+        text = self._tokenizer().decode(last, skip_special_tokens=True)
+        if not text or not (text[-1].isalnum() or text[-1] in ".,;:!?)]}"):
+            return token
+        if self._ids([f"{text} {string}"], special=False)[0][-1] != spaced:
+            return token
+        raise ValueError(
+            f"the answer {string!r} is to follow {text!r}, and {' ' + string!r} is a token, too, which comes after a "
+            f"word. Which is meant? Write {' ' + string!r}; or {token}, the number of the token without a space."
+        )
 
     def to_single_str_token(self, token: int) -> str:
         """One token as a string."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from interpose.models.naming import names
+from interpose import names
 
 _ALIASES = {"key": "k", "query": "q", "value": "v", "mlp_mid": "mid"}
 _LAYER_TYPES = {"attention": "attn", "block": None, "blocks": None, "b": None, "": None}

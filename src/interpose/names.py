@@ -8,6 +8,9 @@ short forms are pairs such as ``("resid_post", 5)``. Canonical names are those o
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 _BLOCK = {
     "hook_in": "hook_resid_pre",
@@ -104,6 +107,25 @@ def kinds() -> set[str]:
     return found | {"q_input", "k_input", "v_input", "mixer_in", "mixer_out"} | set(_KINDS)
 
 
+_OF_TRANSFORMERS = """
+    W_E W_K W_gate b_gate embed pos_embed ln_final to_answer
+    W_O W_Q W_U W_V W_in W_out W_pos anatomy b_K b_O b_Q b_U b_V b_in b_out blocks cfg check generate
+    generate_batch get_token_position mask_of prepare probe processor to_single_str_token to_single_token to_str_tokens
+    to_string to_tokens tokenizer unembed
+""".split()
+
+
+def of_transformers(name: str) -> str:
+    """What to say where something is asked of any module that only models of transformers have; empty for the rest."""
+    kind = name.removeprefix("hook_")
+    if not (name in _OF_TRANSFORMERS or kind in kinds() or kind != name or ".hook_" in name):
+        return ""
+    return (
+        f"Models of transformers have {name!r}, whose layers and heads are known: ip.load(name), or "
+        "ip.wrap(module, tokenizer). Other modules have the names of their own parts."
+    )
+
+
 def canonical(name: str) -> str:
     """A name in its canonical spelling; one that nothing is known about comes back as it is."""
     name = name.removeprefix("lm.")
@@ -152,3 +174,65 @@ def is_short_form(asked: object) -> bool:
         and (isinstance(asked[1], int) or asked[1] is None)
         and all(isinstance(part, str) for part in asked[2:])
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Speller:
+    """The names of one model's sites as plain data: it goes with values that are kept, also without the model.
+
+    Attributes:
+        sites: canonical names, each with whether its value is kept when nothing is named.
+        absent: names that models of this kind may have and this one has not, each with the reason.
+    """
+
+    sites: Mapping[str, bool] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, asked: Any) -> str:
+        """The canonical spelling of a name or short form."""
+        if is_short_form(asked):
+            asked = of_kind(*asked)
+        if not isinstance(asked, str):
+            raise TypeError(
+                "a site is named by a string such as 'blocks.5.hook_resid_post', or by kind and "
+                f"layer: ('resid_post', 5); got {asked!r}"
+            )
+        return self.key(asked)
+
+    def key(self, name: str) -> str:
+        """The canonical spelling of a name, layers counted from the end included."""
+        key = canonical(name)
+        negative = re.match(r"(.*?)blocks\.(-\d+)\.(.*)", key)
+        if negative is not None:
+            prefix, layer, rest = negative.groups()
+            count = self.blocks(prefix) or self.blocks("decoder.")
+            number = int(layer) + count
+            key = f"{prefix}blocks.{number if number >= 0 else layer}.{rest}"
+        if key not in self.sites:
+            # An encoder-decoder has no sites without a prefix: its decoder's are meant.
+            if f"decoder.{key}" in self.sites or f"decoder.{key}" in self.absent:
+                return f"decoder.{key}"
+        if key.endswith("mlp.hook_pre_linear") and key not in self.sites and key != name:
+            key = key.removesuffix("_linear")  # the bridge's `mlp.in` of an MLP without a gate
+        return key
+
+    def blocks(self, prefix: str = "") -> int:
+        """How many blocks a tower has."""
+        start = f"{prefix}blocks."
+        return len({n[len(start) :].split(".")[0] for n in self.sites if n.startswith(start)})
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """The prefix of a canonical name's tower, and its layer; None for one that is in no block."""
+    where = _IN_BLOCK.fullmatch(name)
+    return None if where is None or where["layer"] == "*" else (where["tower"], int(where["layer"]))
+
+
+def short_form(name: str) -> str:
+    """A canonical name as one would type it: ``('resid_post', 3)``, if it has a short form."""
+    where = _IN_BLOCK.fullmatch(name)
+    if where is None or where["tower"] or not where["layer"].isdigit():
+        return repr(name)
+    kind = where["rest"].rpartition("hook_")[2]
+    pair = (kind, int(where["layer"]))
+    return repr(pair) if kind in kinds() and of_kind(*pair) == name else repr(name)
