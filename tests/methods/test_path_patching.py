@@ -266,5 +266,5 @@ def test_the_ends_are_measured_against_the_clean_run() -> None:
     ends = [oracle.logits(model.module, given)[:, -1].log_softmax(-1) for given in (clean, corrupt)]
     wanted = (ends[0].exp() * (ends[0] - ends[1])).sum(-1).mean()
     assert_near(found.protocol["corrupt"], float(wanted), oracle.some_logits(model.module))
-    assert float(wanted) > 0.1
+    assert float(wanted) > 0.02
     assert found.protocol["clean"] == 0
