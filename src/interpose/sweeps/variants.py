@@ -23,6 +23,7 @@ from interpose.models.running.masks import remember
 from interpose.progress import Progress, ShowProgress
 from interpose.sites.tree import Site
 from interpose.sweeps import prompts
+from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
 from interpose.sweeps.metrics import Examples, Metric, as_metric
@@ -172,7 +173,7 @@ class VariantRuns:
         if stop and (metric is not None or not self.sites):
             raise ValueError("return_type=None goes with names_filter=..., and without a metric.")
         self.metric = None if metric is None else as_metric(metric)
-        self.keep = self.metric.keep if self.metric else 1 if stop else None
+        self.kept = Kept.last(self.metric.keep if self.metric else 1 if stop else None)
         self.tower = tower_of(model)
         self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
@@ -238,7 +239,7 @@ class VariantRuns:
             assert self.tower is not None
             reader = Reader(names)
             with self.model.hooks([*self._hooks, reader] if names else self._hooks):
-                self._reference = refer(self.model, self.tower, self.inputs, self.keep)
+                self._reference = refer(self.model, self.tower, self.inputs, self.kept)
             logits, cache = self._reference.logits, self._cache(reader.values)
             self._reads = Reads(
                 sites={site.canonical: site.layer or 0 for site in self.sites},
@@ -292,7 +293,7 @@ class VariantRuns:
             self._placed,
             [Row(number, one) for number, examples in zip(some, of) for one in examples],
             self._change,
-            self.keep,
+            self.kept,
             start=0 if self.tally.plan == "wavefront" else None,
             reads=self._reads,
         )
@@ -316,7 +317,7 @@ class VariantRuns:
 
     def _whole(self, given: Mapping[str, Tensor], hooks: list[Any]) -> tuple[Tensor, Cache]:
         """The logits of a run by itself, and the values asked for."""
-        extra = wanted_logits(self.model, self.keep)
+        extra = wanted_logits(self.model, self.kept)
         extra["return_type"] = None if self.stop else "logits"
         if not self.sites:
             logits = self.model.run_with_hooks(given, hooks=hooks, **extra)
@@ -328,7 +329,7 @@ class VariantRuns:
             )
         if logits is None:
             return torch.empty(0, 0, 0), cache
-        return (logits if self.keep is None else logits[:, -self.keep :]), cache
+        return (logits if self.kept is None else self.kept.taken(logits)), cache
 
     def _cache(self, found: Mapping[str, Tensor]) -> Cache:
         """Values as `run_with_cache` has them: by any name of their sites."""
