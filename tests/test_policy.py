@@ -234,12 +234,6 @@ NOT_YET = {
     ("Model.kept_of", "text"),
     ("NaNGuard.must_fire", "direction"),
     ("TransformerModel.kept_of", "text"),
-    ("attention_knockout", "heads"),
-    ("attention_knockout", "layers"),
-    ("attention_knockout", "text"),
-    ("causal_tracing", "layers"),
-    ("causal_tracing", "positions"),
-    ("causal_tracing", "text"),
     ("patchscope", "target"),
 }
 """Arguments that still have another name; nothing is added here."""
@@ -277,10 +271,7 @@ def words_of(signature: inspect.Signature) -> set[str]:
 # They only prepare, or have a caller that tells how far it is.
 QUICK = {"batches"}
 NO_PROGRESS_YET = {
-    "attention_knockout",
-    "causal_tracing",
     "patchscope",
-    "path_patching",
 }
 
 
