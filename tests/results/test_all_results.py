@@ -149,7 +149,8 @@ def test_text_stays_below_a_screen_and_pages_load_nothing(name: str, tmp_path: P
     assert lines[0] == result.title
     assert all(f"  {line}" in lines for line in result.lines())
     page = result.save(tmp_path / "x.html").read_text()
-    assert result._repr_html_() in page
+    assert result.html_body() in page
+    assert result.html_body() in result._repr_html_()
     assert html.escape(result.title) in page
     assert not re.search(r"<link|src=[\"'](?!data:)|https?://(?!www.w3.org/2000/svg)|@import", page)
     if isinstance(result, ip.Scores) and result.evidence:

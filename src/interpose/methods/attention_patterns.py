@@ -110,8 +110,8 @@ class AttentionPatterns(ip.Scores):
         layer, head = self.axes["layer"][row], self.axes["head"][column]
         pattern, last = self.values[row, column].float(), self.strongest(layer, head)[-1]
         hint = (
-            f"head {layer}.{head}: {self.labels['query'][-1]!r} looks at "
-            f"{self.labels['key'][last['key']]!r} with {last['value']:.2f}"
+            f"head {layer}.{head}: {self.labels['query'][-1]} looks at "
+            f"{self.labels['key'][last['key']]} with {last['value']:.2f}"
         )
         size = min(_PIXELS, len(pattern))
         small = adaptive_max_pool2d(pattern[None], size)[0] if size < len(pattern) else pattern
@@ -136,13 +136,13 @@ class AttentionPatterns(ip.Scores):
         for query, weights in zip(queries, pattern):
             best = weights.topk(min(5, len(weights)))
             said = ", ".join(
-                f"{keys[key]!r} {weight:.3f}"
+                f"{keys[key]} {weight:.3f}"
                 for weight, key in zip(best.values.tolist(), best.indices.tolist())
                 if weight > 0
             )
             strip = _picture(weights[None], _CELL * len(keys), high=_CELL)
             lines.append(
-                f'<tr title="{escape.html(f"{query!r}: {said}")}"><th style="{_HEAD}">{escape.html(query)}</th>'
+                f'<tr title="{escape.html(f"{query}: {said}")}"><th style="{_HEAD}">{escape.html(query)}</th>'
                 f'<td colspan="{len(keys)}" style="padding:0;line-height:0;border:0">{strip}</td></tr>'
             )
         style = "border-collapse:collapse;margin:6px 0;border:1px solid #d0d7de"

@@ -25,7 +25,6 @@ from interpose.render import colours, escape
 from interpose.render.html import Markup, html_table
 from interpose.render.labels import token_label, token_text
 from interpose.render.text import table
-from interpose.results.result import number
 
 _LAST = 2**62  # an order that comes after all
 _CHUNK = 32  # so many batches are read at once, and run by length
@@ -125,7 +124,7 @@ class MaxActivating(ip.Scores):
         for unit in self.axes["unit"][:shown]:
             for place in self.examples(unit):
                 where = (str(place["text"]), str(place["pos"]), token_label(place["token"]))
-                said = (number(place["value"]), *where, token_text(place["context"]))
+                said = (f"{place['value']:.3g}", *where, token_text(place["context"]))
                 rows.append((str(unit), *said))
         grid = table(("unit", "value", "text", "pos", "token", "context"), rows, most=high - 4)
         left = len(self.axes["unit"]) - shown
@@ -150,7 +149,7 @@ class MaxActivating(ip.Scores):
             )
             where = (str(place["text"]), str(place["pos"]))
             kept = Markup(f'<span style="white-space:pre-wrap">{line}</span>')
-            rows.append((number(place["value"]), *where, kept))
+            rows.append((f"{place['value']:.3g}", *where, kept))
         return html_table(("value", "text", "pos", "context"), rows, title=f"unit {unit}")
 
 

@@ -15,7 +15,7 @@ from interpose.models.loading import as_model
 from interpose.render import colours, escape, png
 from interpose.render.html import image
 from interpose.render.labelled import Labelled
-from interpose.results.result import Result, shown
+from interpose.results.result import Result
 from interpose.sites.tree import Filter
 
 _CONSTANT = (160, 160, 160)
@@ -71,9 +71,8 @@ class FeatureMaps(Result):
 
     @property
     def title(self) -> str:
-        """Its sites, with channels, height and width."""
-        sizes = (f"{grid.site} {tuple(grid.values.shape)}" for grid in self.grids)
-        return f"Feature maps: {', '.join(sizes)}"
+        """How many sites there are."""
+        return f"Feature maps of {len(self.grids)} sites"
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Every channel as a dictionary: its value is its mean."""
@@ -82,9 +81,13 @@ class FeatureMaps(Result):
                 ends = {"minimum": float(values.min()), "maximum": float(values.max())}
                 yield {"site": grid.site, "channel": channel, "value": float(values.mean()), **ends}
 
-    def cells(self) -> list[list[str]]:
-        """The channels with the largest means, as they are printed."""
-        return [list(map(shown, record.values())) for record in self.top(10)]
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return ("site", "channels", "height", "width")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """One row per site."""
+        return [(grid.site, *map(str, grid.values.shape)) for grid in self.grids]
 
     def png(
         self,

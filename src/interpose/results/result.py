@@ -226,11 +226,17 @@ class Result:
 
     def html(self) -> str:
         """What it shows as HTML that loads nothing: how it was made, the numbers, and what they are evidence for."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        shows = getattr(self, "evidence", "")
-        note = f'<p class="note">{escape.html(shows)}</p>' if shows else ""
-        head = f"<p><b>{escape.html(self.title)}</b>{about}</p>"
-        return f'<div style="font-size:14px">{head}{self.html_body()}{note}</div>'
+        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b></p>{self._below()}</div>'
+
+    def _below(self) -> str:
+        """What is shown below the title."""
+        about = "<br>".join(map(escape.html, self.lines()))
+        shows = escape.html(getattr(self, "evidence", ""))
+        parts = (
+            f"<p>{about}</p>" if about else "",
+            f'<p class="note">{shows}</p>' if shows else "",
+        )
+        return self.html_body().join(parts)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -252,7 +258,7 @@ class Result:
         ``.safetensors`` have all of it, for `ip.load_result`.
         """
         writers: dict[str, Callable[[], str | bytes]] = {
-            ".html": lambda: page("interpose", self.html()),
+            ".html": lambda: page(self.title, self._below()),
             ".svg": self.svg,
             ".png": self.png,
             ".csv": self.to_csv,

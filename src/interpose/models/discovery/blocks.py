@@ -10,7 +10,7 @@ from torch import nn
 
 from interpose.models.discovery import feedforward, heads
 from interpose.models.discovery.anatomy import Attention, Block, Place, Shape
-from interpose.models.discovery.norms import describe as describe_norm
+from interpose.models.discovery.norm_kind import describe as describe_norm
 from interpose.models.discovery.record import Event, KernelCall, Recorder, Value, in_and_out, inside
 from interpose.models.discovery.stream import (
     Addend,

@@ -60,7 +60,7 @@ class Branch:
     @property
     def sites(self) -> list[str]:
         """What of a run is needed to take it apart."""
-        self._must_have_parts()
+        self.must_have_parts()
         return [self.units, self.writes.scale_site] if self.norm else [self.units]
 
     @property
@@ -108,14 +108,15 @@ class Branch:
 
     def _seen(self, cache: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """The values of units [..., unit, inside], their weight, and the norm's scale."""
-        self._must_have_parts()
+        self.must_have_parts()
         values = wide(cache[self.units])
         weight = wide(self.weight).to(values.device)
         if self.kind == "mlp":
             values = values[..., None]
         return values, weight, self.writes.scale_in(cache)
 
-    def _must_have_parts(self) -> None:
+    def must_have_parts(self) -> None:
+        """Refuse a branch that cannot be taken apart."""
         if self.why_not:
             raise Unsupported(f"{self.site} cannot be taken apart: {self.why_not}.")
 

@@ -54,7 +54,7 @@ class Formula:
             part: [..., d_model].
             scale: that of the run, [..., 1]; without it the part is divided by nothing.
         """
-        made = self._times(self.straight(part))
+        made = self.scaled(self.straight(part))
         return made if scale is None else made / scale
 
     def before(self, direction: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ class Formula:
             direction: [..., d_model].
             scale: as in `through`.
         """
-        made = self.straight(self._times(direction))
+        made = self.straight(self.scaled(direction))
         return made if scale is None else made / scale
 
     def scale_in(self, cache: Mapping[str, Any]) -> Tensor | None:
@@ -77,7 +77,8 @@ class Formula:
             return self
         return replace(self, factor=self.factor * number, summand=self.summand * number)
 
-    def _times(self, x: Tensor) -> Tensor:
+    def scaled(self, x: Tensor) -> Tensor:
+        """Times the factor."""
         if isinstance(self.factor, Tensor):
             return x * self.factor.to(x.device)
         return x if self.factor == 1 else x * self.factor

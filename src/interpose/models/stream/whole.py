@@ -76,6 +76,23 @@ class Stream:
         each = (branches_of(self._model, tower.prefix, block, found) for block in tower.blocks)
         return [branch for some in each for branch in some.values()]
 
+    def branch(self, layer: int, kind: str) -> Branch:
+        """What one block adds: ``model.stream.branch(3, "mlp")``.
+
+        Args:
+            layer: of the block.
+            kind: ``attn``, ``mlp``, ``mixer``, ``cross_attn``.
+        """
+        tower = self._tower
+        block = next((block for block in tower.blocks if block.index == layer), None)
+        if block is None:
+            raise IndexError(f"there is no block {layer}: the model has {len(tower.blocks)}.")
+        found = branches_of(self._model, tower.prefix, block, self._found().branches)
+        if kind not in found:
+            said = ", ".join(map(repr, found)) or "nothing that is known"
+            raise Unsupported(f"block {layer} adds no {kind!r} to the stream; it adds {said}.")
+        return found[kind]
+
     def norm(self, path: str) -> Formula | None:
         """What the norm of a name such as ``blocks.3.ln1`` does; None if there is none."""
         return formula_at(self._model, path)
@@ -90,6 +107,11 @@ class Stream:
     def embedding_multiplier(self) -> float | None:
         """What the embeddings are multiplied with before block 0 (gemma, granite); None if more happens to them."""
         return self._found().embeddings
+
+    @property
+    def end_multiplier(self) -> float | None:
+        """What the normed last stream is multiplied with before it is unembedded (minicpm); None if more is done."""
+        return self._found().unembedded
 
     @property
     def end(self) -> Formula:
@@ -198,15 +220,20 @@ def _at_the_ends(found: Multipliers, seen: Mapping[str, Tensor], last: str) -> N
 
 def _of_logits(model: TransformerModel, found: Multipliers, plain: Tensor, logits: Tensor) -> None:
     """What makes logits of what the unembedding returns."""
-    config: Any = getattr(model.root, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    caps = (float(getattr(config, name, None) or 0) for name in _CAPS)
     room = 1e-5 if logits.dtype.itemsize >= 4 else 1e-2
-    for cap in (cap for cap in caps if cap > 0):
+    for cap in soft_caps(model):
         if ratio(logits, cap * (wide(plain) / cap).tanh(), room=room) == 1:
             found.cap = cap
             return
     found.logits = ratio(logits, plain, room=room)
+
+
+def soft_caps(model: TransformerModel) -> list[float]:
+    """The soft caps on logits that the config speaks of."""
+    config: Any = getattr(model.root, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    caps = (float(getattr(config, name, None) or 0) for name in _CAPS)
+    return [cap for cap in caps if cap > 0]
 
 
 def ratio(
