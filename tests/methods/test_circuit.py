@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.circuit import Faithfulness
 from interpose.methods.wiring import Graph, wiring
 from tests.leftovers import same_state, state_of
 from tests.methods.masked_edges import masked_gpt2, masked_run, sites, written
@@ -210,7 +209,7 @@ def test_texts_in_any_batches_give_the_same() -> None:
 
 
 def test_areas_are_those_of_the_curve() -> None:
-    curve = Faithfulness(
+    curve = ip.Faithfulness(
         title="",
         values=torch.tensor([0.5, 1.5]),
         axes={"edges": [10, 50]},

@@ -140,7 +140,7 @@ def test_neurons_and_heads_add_up_to_their_components(pocket: ip.TransformerMode
 
 def test_only_some_layers_leave_the_others_as_one_part(pocket: ip.TransformerModel) -> None:
     for by in WAYS:
-        found = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by, layers=[5, -1])
+        found = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by, layer=[5, -1])
         whole = ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by=by)
         assert summed(found) == pytest.approx(whole.total, abs=1e-4)
         assert found.rest["other layers"] != 0
@@ -206,9 +206,9 @@ def test_wrong_arguments_say_so_and_nothing_is_left_behind(pocket: ip.Transforme
     ):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="heads")
     with pytest.raises(IndexError, match="layer 7 is not there"):
-        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layers=[7])
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", layer=[7])
     with pytest.raises(IndexError, match="layer is empty"):
-        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layers=[])
+        ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", by="layer", layer=[])
     with pytest.raises(TypeError, match=r"pos is one position, a number, .* got ' John'"):
         ip.direct_logit_attribution(pocket, TEXT, answer=" Mary", pos=" John")
     before = state_of(pocket.module)
@@ -229,3 +229,29 @@ def test_it_prints_saves_and_shows_itself(pocket: ip.TransformerModel, by: str) 
     assert f"{found.total:.3f} = " in repr(found)
     loads_nothing(found.html())
     assert len(found.html()) < 60_000
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "granite"])
+def test_float64_is_kept(name: str) -> None:
+    model, (tokens, other) = (
+        ip.wrap(tiny.build(name).requires_grad_(False).double()),
+        oracle.pair(batch=2),
+    )
+    with torch.no_grad():
+        logits = before_the_cap(model.module, tokens)
+    for by in WAYS:
+        found = ip.direct_logit_attribution(model, tokens, answer=5, instead=8, by=by)
+        assert found.values.dtype == torch.float64
+        assert summed(found) == pytest.approx(float((logits[:, 5] - logits[:, 8]).mean()), abs=1e-5)
+    compared = ip.compare_prompts(model, tokens, other, answer=5, progress=False)
+    assert compared.values.dtype == torch.float64
+    assert compared.attribution.sum() + sum(compared.rest.values()) == pytest.approx(compared.total)
+
+
+def test_it_tells_how_far_it_is(pocket: ip.TransformerModel) -> None:
+    told: list[tuple[int, int | None]] = []
+    texts = [TEXT, "The capital of Japan is", "Hello"]
+    ip.direct_logit_attribution(
+        pocket, texts, answer=" Mary", batch_size=1, progress=lambda *done: told.append(done)
+    )
+    assert told == [(1, 3), (2, 3), (3, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +182,13 @@ def test_names_say_layer_head_and_role_and_groups_read_keys_together() -> None:
 
 def test_a_norm_that_is_not_as_it_seems_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (clean, corrupt) = ip.wrap(tiny.build("llama", layers=2)), pair()
-    true = wirings.Norm.of
+    true = ip.Stream.norm
 
-    def wrong(run: Any, like: Tensor) -> wirings.Norm:
-        norm = true(run, like)
-        return wirings.Norm(norm.factor * 1.01, norm.summand, norm.centred)
+    def wrong(stream: ip.Stream, path: str) -> Any:
+        norm = true(stream, path)
+        return replace(norm, factor=norm.factor * 1.01)
 
-    monkeypatch.setattr(wirings.Norm, "of", wrong)
+    monkeypatch.setattr(ip.Stream, "norm", wrong)
     with pytest.raises(ip.Unsupported, match=r"do not add up at 'blocks.0.hook_attn_in'"):
         ip.edge_attribution(model, clean, corrupt, metric=METRIC)
 

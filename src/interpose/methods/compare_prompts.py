@@ -10,7 +10,7 @@ difference of the logit between the prompts.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
-from interpose.render import escape
 from interpose.render.html import Markup, bar, html_table
 from interpose.render.labelled import Labelled
 from interpose.render.text import table
 
-_ADDED = re.compile(r"blocks\.0\.hook_resid_pre|blocks\.\d+\.hook_(attn|mixer|mlp)_out")
 _EVIDENCE = (
     "Evidence for where the two prompts are told apart, and by how much. Not evidence that a difference matters for "
     "the answer: patching (ip.activation_patching) tests that. Attribution is what is written straight to the logits."
@@ -48,6 +47,10 @@ class PromptComparison(ip.Scores):
     rest: dict[str, float] = field(default_factory=dict)
     total: float | None = None
 
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: also how alike the directions are."""
+        return {**ip.Scores.columns(self), "cosine": self.cosine.flatten().tolist()}
+
     def drawings(self) -> dict[str, Labelled]:
         """Each quantity with its labels, by its name."""
         labels = self.labels
@@ -68,31 +71,29 @@ class PromptComparison(ip.Scores):
         said = " + ".join(f"{value:z.3f} ({name})" for name, value in sums.items())
         return [*ip.Scores.lines(self), f"attribution: {self.total:z.3f} = {said}"]
 
-    def __repr__(self) -> str:
+    def text_body(self, high: int) -> str:
+        """A line for each component with all quantities, or a grid of each.
+
+        Args:
+            high: how many lines there are for it.
+        """
         if list(self.axes) != ["component"]:
-            return ip.Scores.__repr__(self)
+            return ip.Scores.text_body(self, high)
         columns = [drawn.values.tolist() for drawn in self.drawings().values()]
         rows = [
             (name, *(f"{value:.3f}" for value in row))
-            for name, *row in zip(self.axes["component"], *columns)
+            for name, *row in zip(self.labels["component"], *columns)
         ]
-        head = [self.title, *(f"  {line}" for line in self.lines()), ""]
-        return "\n".join([*head, table(("component", *self.drawings()), rows)])
+        return "\n" + table(("component", *self.drawings()), rows, most=high - 3)
 
-    def html(self) -> str:
+    def html_body(self) -> str:
         """A table with a bar for each quantity, or a heat map of each."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        drawings = self.drawings()
-        if list(self.axes) == ["component"]:
-            columns = [_bars(drawn) for drawn in drawings.values()]
-            rows = list(zip(self.axes["component"], *columns))
-            body = html_table(("component", *drawings), rows)
-        else:
-            body = "".join(
-                f"<p><b>{name}</b></p>{drawn.html()}" for name, drawn in drawings.items()
-            )
-        note = f'<p class="note">{escape.html(self.evidence)}</p>'
-        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{body}{note}</div>'
+        if list(self.axes) != ["component"]:
+            return ip.Scores.html_body(self)
+        columns = [_bars(drawn) for drawn in self.drawings().values()]
+        return html_table(
+            ("component", *self.drawings()), list(zip(self.labels["component"], *columns))
+        )
 
 
 @torch.no_grad()
@@ -196,17 +197,15 @@ def _check(a: Any, b: Any, answer: Any, instead: Any, by: str, pos: int | None) 
 
 def _added(model: Any, tokens: Any, by: str, where: list[int] | None) -> dict[Any, Tensor]:
     """What each component adds to the stream, [example, pos, d_model], or each head, [example, pos, head, d_model]."""
-    names = "result" if by == "head" else _ADDED
-    _, cache = model.run_with_cache(tokens, names_filter=names, pos_slice=where, return_type=None)
-    layers = range(len(model.blocks))
+    sites: dict[Any, str] = {"embeddings": "blocks.0.hook_resid_pre"}
     if by == "head":
-        return {i: cache["result", i].float() for i in layers if ("result", i) in cache}
-    found = {"embeddings": cache["resid_pre", 0].float()}
-    for layer in layers:
-        for kind in ("attn", "mixer", "mlp"):
-            if (f"{kind}_out", layer) in cache:
-                found[f"{kind} {layer}"] = cache[f"{kind}_out", layer].float()
-    return found
+        sites = {model.sites[name].layer: name for name in model.sites.select("result")}
+    else:
+        sites |= {f"{b.kind} {b.layer}": b.site for b in model.stream.branches}
+    _, cache = model.run_with_cache(
+        tokens, names_filter=list(sites.values()), pos_slice=where, return_type=None
+    )
+    return {name: wide(cache[site]) for name, site in sites.items()}
 
 
 def _compared(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ their block has before it adds to the stream.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +20,13 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.layers import Layers, chosen_layers
-from interpose.methods.norms import Norm
+from interpose.precision import wide
+from interpose.progress import ShowProgress, tracked
 from interpose.render.labelled import Labelled
 
 _WAYS = ("component", "layer", "head", "neuron")
-_SITES = (
-    r"hook_(pos_)?embed|blocks\.0\.hook_resid_pre|blocks\.\d+\.hook_(attn|mlp|mixer)_out"
-    r"|(ln_final|blocks\.\d+\.ln[12]_post)\.hook_scale|unembed\.hook_(in|out)"
-)
-_INSIDE = {"head": r"|blocks\.\d+\.attn\.hook_z", "neuron": r"|blocks\.\d+\.mlp\.hook_post"}
+_UNITS = {"head": "attn", "neuron": "mlp"}
+_FIRST = "blocks.0.hook_resid_pre"
 _EVIDENCE = (
     "Evidence for what components write on the answer's direction themselves. Not for their whole effect: what they do "
     "through later components is counted there, and without one of them others may make up for it (backup heads)."
@@ -65,26 +62,32 @@ class DirectLogitAttribution(ip.Scores):
         labels = {"layer": self.labels["layer"]}
         return Labelled(values=self.values.sum(-1), labels=labels, what="all neurons")
 
-    def __repr__(self) -> str:
-        shown = ip.Scores.__repr__(self)
-        if "neuron" in self.axes:
-            best = [f"  {r['layer']}.{r['neuron']}: {r['value']:.3f}" for r in self.top(10)]
-            shown = "\n".join([shown, "", "the strongest neurons:", *best])
-        return shown
+    def text_body(self, high: int) -> str:
+        """As every score, and the strongest neurons.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        if "neuron" not in self.axes:
+            return ip.Scores.text_body(self, high)
+        best = [f"  {r['layer']}.{r['neuron']}: {r['value']:.3f}" for r in self.top(10)]
+        above = ip.Scores.text_body(self, high - len(best) - 2)
+        return "\n".join([above, "", "the strongest neurons:", *best])
 
 
 @torch.no_grad()
 def direct_logit_attribution(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     answer: Any,
     instead: Any = None,
     by: str = "component",
     pos: int = -1,
-    layers: Layers = None,
+    layer: Layers = None,
     batch_size: int = 16,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> DirectLogitAttribution:
     """The parts of an answer's logit, or of its lead over another: by component, layer, head or neuron.
 
@@ -97,23 +100,27 @@ def direct_logit_attribution(
 
     Args:
         model: a causal language model whose stream is a sum.
-        text: a text, several, or tokens [batch, pos]; values are means over texts.
+        texts: a text, several, or tokens [batch, pos]; values are means over texts.
         answer: the token whose logit is taken apart; one for all texts, or one for each.
         instead: a token whose logit is subtracted, likewise.
         by: ``component`` (embeddings, attention and MLP of each layer), ``layer``, ``head`` or ``neuron``.
         pos: the position whose logits are meant, negative ones from the end.
-        layers: which layers are shown; what the others write is one part, ``other layers``.
+        layer: which layers are shown; what the others write is one part, ``other layers``.
         batch_size: how many texts run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if by not in _WAYS:
         raise ValueError(f"by is {', '.join(map(repr, _WAYS))}; got {by!r}.")
     if not isinstance(pos, int):
         raise TypeError(f"pos is one position, a number, negative from the end; got {pos!r}.")
     count = len(model.blocks)
-    shown = sorted(chosen_layers(layers, range(count), count, "the model's stream"))
-    found = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
-    runs = [_taken_apart(model, batch, answer, instead, by, pos, shown) for batch in found]
+    shown = sorted(chosen_layers(layer, range(count), count, "the model's stream"))
+    found = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+    runs = [
+        _taken_apart(model, batch, answer, instead, by, pos, shown)
+        for batch in tracked(found, progress)
+    ]
     order = torch.tensor([number for batch in found for number in batch.numbers]).argsort()
     each = torch.cat([run.values for run in runs])[order].movedim(0, -1)  # [*axes, example]
     totals = torch.cat([run.total for run in runs])[order]
@@ -123,7 +130,7 @@ def direct_logit_attribution(
         each,
         title=f"Direct logit attribution by {by}: {of if len(of) < 60 else 'an answer for each text'}",
         axes=runs[0].axes,
-        unit="logits before the soft cap" if runs[0].capped else "logits",
+        unit=runs[0].unit,
         protocol={"by": by, "pos": pos, "texts": len(totals), "forwards": len(found)},
         evidence=_EVIDENCE,
         rest={name: float(torch.cat([run.rest[name] for run in runs]).mean()) for name in names},
@@ -141,40 +148,55 @@ class _Apart:
     axes: dict[str, list[Any]]
     rest: dict[str, Tensor]
     total: Tensor
-    capped: bool
+    unit: str
 
 
 def _taken_apart(
     model: Any, batch: ip.Batch, answer: Any, instead: Any, by: str, pos: int, shown: list[int]
 ) -> _Apart:
     """The parts of one batch, proven to add up."""
+    stream, end = model.stream, model.stream.end
+    branches = stream.branches
+    if by in _UNITS:
+        there = {branch.layer for branch in branches if branch.kind == _UNITS[by] and branch.units}
+        shown = [layer for layer in shown if layer in there]
+        if not shown:
+            raise ip.Unsupported(
+                f"no layer of these has {_UNITS[by]}.hook_{'z' if by == 'head' else 'post'}, so there are no {by}s: "
+                "by='component'."
+            )
+    last = f"blocks.{len(model.blocks) - 1}.hook_resid_post"
+    names = [*stream.embeddings, _FIRST, last, "unembed.hook_in", "unembed.hook_out"]
+    names += [branch.site for branch in branches] + [end.scale_site] * bool(end.scale_site)
+    for branch in branches:
+        names += branch.sites if branch.kind == _UNITS.get(by) and branch.layer in shown else []
     # From the end, as the model may be asked for the last logits alone.
     place = batch.positions(pos)[0][0] - batch.clean.shape[1]
-    last = f"blocks.{len(model.blocks) - 1}.hook_resid_post"
     logits, cache = model.run_with_cache(
         batch.clean,
-        names_filter=[re.compile(_SITES + _INSIDE.get(by, "")), last],
+        names_filter=names,
         pos_slice=[place],
         **batch.last_logits(ip.metrics.logit(0, pos=place)),
     )
-    seen = {name: value[:, 0].float() for name, value in cache.items()}  # [example, ...]
+    seen = {name: wide(value[:, 0]) for name, value in cache.items()}  # [example, ...]
     ids = [batch.ids(answer), *([] if instead is None else [batch.ids(instead)])]
-    plain, logits = seen["unembed.hook_out"], logits[:, place].float()
-    exact = cache[last].dtype.itemsize >= 4
-    times = _ratio(logits, plain, 1e-5 if exact else 1e-2)
-    read = plain if times is None else logits  # a soft cap has no parts: the logits before it
+    # What is done to logits behind the unembedding has no parts, unless it is a multiplier.
+    times, unit = stream.logit_multiplier, "logits"
+    read = wide(logits[:, place])
+    if times is None:
+        unit = f"logits {'before the soft cap' if stream.soft_cap else 'as they are unembedded'}"
+        times, read = 1.0, seen["unembed.hook_out"]
     total = _lead(read.gather(-1, torch.stack(ids, -1)).unbind(-1))
-    columns = _lead([model.W_U.T[some].float() for some in ids]) * (times or 1.0)
-    norm = ("ln_final", getattr(model, "ln_final", None))
-    direction, bias = _before(norm, seen, seen[last], seen["unembed.hook_in"], columns)
+    columns = times * _lead([wide(model.W_U.T[some]) for some in ids])
+    direction = end.before(columns, end.scale_in(seen))
     ends = {
-        "bias of the final norm": bias,
-        "bias of the unembedding": (times or 1.0)
-        * _lead([model.b_U[some].float() for some in ids]),
+        "bias of the final norm": (columns * end.summand).sum(-1),
+        "bias of the unembedding": times * _lead([wide(model.b_U[some]) for some in ids]),
     }
-    values, axes, rest = _parts(model, seen, direction, by, shown)
+    values, axes, rest = _parts(stream, branches, seen, direction, by, shown)
     rest |= ends
     rest["remainder"] = total - values.flatten(1).sum(-1) - sum(rest.values())
+    exact = cache[last].dtype.itemsize >= 4
     size = values.flatten(1).abs().sum(-1) + sum(part.abs() for part in rest.values()) + 1
     if bool((rest["remainder"].abs() > (1e-4 if exact else 3e-2) * size).any()):
         worst = int((rest["remainder"].abs() / size).argmax())
@@ -184,120 +206,45 @@ def _taken_apart(
             "add, or is not read through a norm and the unembedding alone."
         )
     rest = {name: part.cpu() for name, part in rest.items()}
-    return _Apart(
-        values=values.cpu(), axes=axes, rest=rest, total=total.cpu(), capped=times is None
-    )
+    return _Apart(values=values.cpu(), axes=axes, rest=rest, total=total.cpu(), unit=unit)
 
 
 def _parts(
-    model: Any, seen: dict[str, Tensor], direction: Tensor, by: str, shown: list[int]
+    stream: ip.Stream,
+    branches: Sequence[ip.Branch],
+    seen: dict[str, Tensor],
+    direction: Tensor,
+    by: str,
+    shown: list[int],
 ) -> tuple[Tensor, dict[str, list[Any]], dict[str, Tensor]]:
     """What is written along the direction: values [example, *axes], the axes, and the rest by name."""
-    rest = {name: _dot(value, direction) for name, value in _embeddings(seen).items()}
-    layers: list[dict[str, Tensor]] = [
-        {
-            kind: _dot(seen[name], direction)
-            for kind in ("attn", "mixer", "mlp")
-            if (name := f"blocks.{layer}.hook_{kind}_out") in seen
-        }
-        for layer in range(len(model.blocks))
-    ]
-    kind, site = ("attn", "attn.hook_z") if by == "head" else ("mlp", "mlp.hook_post")
-    if by in _INSIDE:
-        shown = [layer for layer in shown if f"blocks.{layer}.{site}" in seen]
-        if not shown:
-            raise ip.Unsupported(
-                f"no layer of these has {site}, so there are no {by}s: by='component'."
-            )
-    nothing = torch.zeros(len(direction), device=direction.device)
-    left = [part for i, parts in enumerate(layers) if i not in shown for part in parts.values()]
+    first = {"embeddings": _FIRST}
+    if stream.embedding_multiplier == 1:  # else more is done to them: a scale, a norm
+        first = {name[5:]: name for name in stream.embeddings}
+    rest = {name: _dot(seen[site], direction) for name, site in first.items()}
+    added = {(b.layer, b.kind): _dot(seen[b.site], direction) for b in branches}
+    nothing = torch.zeros_like(direction[:, 0])
+    left = [part for (layer, _), part in added.items() if layer not in shown]
     others = {"other layers": sum(left, nothing)} if left else {}
     if by == "component":
-        parts = rest | {f"{kind} {i}": part for i in shown for kind, part in layers[i].items()}
+        parts = rest | {f"{kind} {i}": part for (i, kind), part in added.items() if i in shown}
         return torch.stack(list(parts.values()), -1), {"component": list(parts)}, others
     if by == "layer":
-        values = torch.stack([sum(layers[layer].values(), nothing) for layer in shown], -1)
+        each = [[part for (i, _), part in added.items() if i == layer] for layer in shown]
+        values = torch.stack([sum(parts, nothing) for parts in each], -1)
         return values, {"layer": shown}, rest | others
-    pieces = [_pieces(model, seen, layer, by, direction) for layer in shown]
+    mine = (b for b in branches if b.kind == _UNITS[by] and b.layer in shown)
+    pieces = [branch.along(seen, direction) for branch in mine]
     sizes = {piece.shape[-1] for piece, _ in pieces}
     if len(sizes) > 1:
         raise ValueError(
-            f"layers have {sorted(sizes)} {by}s: give layers=[...] that have as many as each other."
+            f"layers have {sorted(sizes)} {by}s: give layer=[...] that have as many as each other."
         )
-    rest[f"bias of {kind}"] = sum((bias for _, bias in pieces), nothing)
-    beside = [part for i in shown for other, part in layers[i].items() if other != kind]
+    rest[f"bias of {_UNITS[by]}"] = sum((bias for _, bias in pieces), nothing)
+    beside = [part for (i, kind), part in added.items() if i in shown and kind != _UNITS[by]]
     rest["mlp" if by == "head" else "attn"] = sum(beside, nothing)
     values = torch.stack([piece for piece, _ in pieces], 1)
     return values, {"layer": shown, by: list(range(values.shape[-1]))}, rest | others
-
-
-def _embeddings(seen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Token and position embeddings; as one, where more is done to them (a scale, a norm)."""
-    first = seen["blocks.0.hook_resid_pre"]
-    apart = {name[5:]: seen[name] for name in ("hook_embed", "hook_pos_embed") if name in seen}
-    summed = sum(apart.values(), torch.zeros_like(first))
-    return apart if _ratio(first, summed) == 1.0 else {"embeddings": first}
-
-
-def _pieces(
-    model: Any, seen: dict[str, Tensor], layer: int, by: str, direction: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What each head or neuron of a layer writes along the direction, [example, unit], and its bias, [example]."""
-    block, at = model.blocks[layer], f"blocks.{layer}"
-    if by == "head":
-        part, units, weight = "attn", seen[f"{at}.attn.hook_z"], block.attn.W_O.float()
-        bias, norm = block.attn.b_O.float(), "ln1_post"
-    else:
-        part, units, weight = (
-            "mlp",
-            seen[f"{at}.mlp.hook_post"][..., None],
-            block.mlp.W_out.float()[:, None],
-        )
-        bias, norm = block.mlp.b_out.float(), "ln2_post"
-    # units [example, unit, inside], weight [unit, inside, d_model]
-    made = torch.einsum("eui,uim->em", units, weight) + bias
-    behind = (f"{at}.{norm}", getattr(block, norm, None))
-    inner, ends = _before(behind, seen, made, seen[f"{at}.hook_{part}_out"], direction)
-    values = torch.einsum("eui,uim,em->eu", units, weight, inner)
-    return values, inner @ bias + ends
-
-
-def _before(
-    norm: tuple[str, Any], seen: dict[str, Tensor], x: Tensor, y: Tensor, direction: Tensor
-) -> tuple[Tensor, Tensor]:
-    """A direction that reads y, before the norm and the multiplier that make y of x; and what it reads of the bias.
-
-    Args:
-        norm: its name, and itself.
-        seen: with its scale, if there is one.
-        x: what goes in, [example, d_model].
-        y: what comes out, [example, d_model].
-        direction: [example, d_model].
-    """
-    name, part = norm
-    scale = seen.get(f"{name}.hook_scale")
-    formula = Norm(torch.ones_like(x[0]), torch.zeros_like(x[0]), False)
-    if scale is None:
-        scale = torch.ones_like(x[:, :1])
-    else:
-        formula = Norm.of(part, x)
-    times = _ratio(y, formula.straight(x) / scale * formula.factor + formula.summand)
-    if times is None:
-        raise ip.Unsupported(
-            f"what is read behind {name!r} is not a norm of what goes in, with a scale that is known, times a number: "
-            "it cannot be taken apart. What is not known of norms is in model.sites.absent."
-        )
-    inner = formula.straight(direction * formula.factor)
-    return inner / scale * times, direction @ formula.summand * times
-
-
-def _ratio(whole: Tensor, part: Tensor, room: float = 5e-3) -> float | None:
-    """The number that makes one value of another, up to rounding; None if no number does."""
-    size = float(part.square().sum())
-    times = float((whole * part).sum()) / size if size else 1.0
-    times = 1.0 if abs(times - 1) < room else times
-    most = float(whole.abs().max())
-    return times if torch.allclose(part * times, whole, rtol=room, atol=room * most) else None
 
 
 def _lead(of: Sequence[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.norms import wide
 from interpose.methods.wiring import INPUT, Layer, Values, Wiring, forward_of
+from interpose.precision import wide
 
 Hook = tuple[str, Callable[..., Tensor | None]]
 
@@ -53,9 +53,7 @@ class AblatedRun:
         stream = layer.site("hook_attn_in")
         for role, rows in layer.rows.items():
             yield layer.site(f"hook_{role}_input"), self._reads(rows, stream)
-        yield layer.site("attn.hook_z"), self._keep
-        if layer.post:
-            yield layer.site("ln1_post.hook_scale"), self._keep
+        yield from ((site, self._keep) for site in layer.branch.sites)
 
         def write(value: Tensor, hook: ip.HookPoint) -> None:  # noqa: ARG001
             made = self.wires.heads(layer, self.live, self.corrupt, slice(None))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.norms import Norm, wide
+from interpose.precision import wide
 
 RULES = ("norm", "activation", "gate", "attention")
 
@@ -100,7 +100,7 @@ def _norm(model: Any, found: Linearised, at: str, names: Any) -> None:
     if model.hook_dict[scale].module is not norm:
         found.put("norm", (scale, _detached))  # from scratch: the scale itself passes here
         return
-    formula = Norm.of(norm, next(norm.parameters(), model.W_E))
+    formula = model.stream.norm(at[:-1])
 
     def held(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:  # noqa: ARG001
         x = args[0] if args else next(iter(kwargs.values()))
@@ -114,18 +114,20 @@ class _HeldNorm(torch.autograd.Function):
     """A norm's output as it is; its gradient with the scale as a constant."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, norm: ip.Formula) -> Tensor:
         # y = factor * x / scale + summand: the scale is how much longer the one side is than the other.
-        core = norm.factor * wide(norm.straight(x))
-        size = (wide(y) - norm.summand).norm(dim=-1, keepdim=True)
-        ctx.save_for_backward(norm.factor * size / core.norm(dim=-1, keepdim=True).clamp_min(1e-30))
+        core = norm.through(wide(x))
+        size = (wide(y) - norm.summand).norm(dim=-1, keepdim=True) / core.norm(
+            dim=-1, keepdim=True
+        ).clamp_min(1e-30)
+        ctx.save_for_backward(size)
         ctx.norm = norm
         return y.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (slope,) = ctx.saved_tensors
-        return None, ctx.norm.straight(wide(grad) * slope).to(grad.dtype), None
+        (size,) = ctx.saved_tensors
+        return None, (ctx.norm.before(wide(grad)) * size).to(grad.dtype), None
 
 
 # MLPs.

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.norms import Norm, wide
+from interpose.precision import wide
 
 Edge = tuple[str, str]
 """A writer and a reader, by their names."""
@@ -92,7 +92,7 @@ class Layer:
         mlp_site: where the MLP reads; empty if there is no MLP.
         mlp_reach: how many writers come before the MLP.
         norm: through which heads read, if there is one.
-        post: through which heads write, if there is one.
+        branch: what attention adds.
     """
 
     number: int
@@ -102,8 +102,8 @@ class Layer:
     row: int
     mlp_site: str
     mlp_reach: int
-    norm: Norm | None
-    post: Norm | None
+    norm: ip.Formula | None
+    branch: ip.Branch
 
     def site(self, name: str) -> str:
         """The full name of a site of this block."""
@@ -130,7 +130,7 @@ class Layer:
     @property
     def made(self) -> str:
         """Where attention is as it is added to the stream, but for a multiplier."""
-        return self.site("ln1_post.hook_normalized" if self.post else "attn.hook_out")
+        return self.site("ln1_post.hook_normalized" if self.branch.norm else "attn.hook_out")
 
 
 @dataclass(slots=True, eq=False)
@@ -141,13 +141,11 @@ class Wiring:
         model: whose.
         graph: its nodes and edges.
         layers: its blocks.
-        multipliers: what each block multiplies attention with before it is added; known after a first run.
     """
 
     model: Any
     graph: Graph
     layers: list[Layer]
-    multipliers: list[float] = field(default_factory=list)
 
     @property
     def final(self) -> str:
@@ -159,8 +157,7 @@ class Wiring:
         """Where one sees what is written."""
         names = [INPUT]
         for layer in self.layers:
-            names.append(layer.site("attn.hook_z"))
-            names += [layer.site("ln1_post.hook_scale")] if layer.post else []
+            names += layer.branch.sites
             names += [layer.site("hook_mlp_out")] if layer.mlp_site else []
         return names
 
@@ -175,26 +172,22 @@ class Wiring:
         """
         names = [*self.sites, self.final]
         for layer in self.layers:
-            names += [layer.site("hook_attn_in"), layer.site("hook_attn_out"), layer.made]
+            names += [layer.site("hook_attn_in"), layer.branch.site, layer.made]
             names += [layer.mlp_site] if layer.mlp_site and not layer.shares_norm else []
         with torch.no_grad():
             logits, cache = self.model.run_with_cache(
                 tokens, names_filter=names, return_type=return_type
             )
         found = {name: cache[name] for name in names}
-        if not self.multipliers:
-            self.multipliers = [
-                _fit(found[layer.made], found[layer.site("hook_attn_out")]) for layer in self.layers
-            ]
         self._prove(found)
         return logits, found
 
     def _prove(self, found: Values) -> None:
         total = wide(found[INPUT])
-        for layer, multiplier in zip(self.layers, self.multipliers):
-            before, added = total, found[layer.site("hook_attn_out")]
+        for layer in self.layers:
+            before, added = total, found[layer.branch.site]
             same(before, found[layer.site("hook_attn_in")], layer.site("hook_attn_in"))
-            same(found[layer.made] * multiplier, added, layer.site("hook_attn_out"))
+            same(found[layer.made] * layer.branch.multiplier, added, layer.branch.site)
             total = before + added
             if layer.mlp_site:
                 read = total if layer.mlp_reach > layer.first else before
@@ -221,34 +214,31 @@ class Wiring:
             some: which tokens of the batch.
             out: where to put it.
         """
-        attn, multiplier = self.model.blocks[layer.number].attn, self.multipliers[layer.number]
-        weight = wide(attn.W_O) if multiplier == 1 else wide(attn.W_O) * multiplier
-        z, post = layer.site("attn.hook_z"), layer.post
-        if post is None:
+        z, writes = layer.branch.units, layer.branch.writes
+        weight = writes.through(wide(layer.branch.weight))
+        if not writes.scale_site:
             return torch.bmm(self.difference(z, one, other, some).transpose(0, 1), weight, out=out)
-        scale = layer.site("ln1_post.hook_scale")
-        per, less = (1 / _tokens(run[scale], some) for run in (one, other))
+        per, less = (1 / _tokens(run[writes.scale_site], some) for run in (one, other))
         moved = _tokens(one[z], some) * per[..., None] - _tokens(other[z], some) * less[..., None]
-        made = torch.bmm(moved.transpose(0, 1), post.straight(weight) * post.factor, out=out)
-        bias = post.straight(wide(attn.b_O) * multiplier) * post.factor
+        made = torch.bmm(moved.transpose(0, 1), weight, out=out)
+        bias = writes.through(wide(layer.branch.bias))
         return made.add_((per - less) * bias / layer.heads)
 
 
 def wiring(model: Any) -> Wiring:
     """The wiring of a model; `ip.Unsupported` says why it cannot be followed."""
-    there, cfg = set(model.sites), model.cfg
+    stream, added = model.stream, dict[int, dict[str, ip.Branch]]()
+    for branch in stream.branches:
+        added.setdefault(branch.layer, {})[branch.kind] = branch
     layers: list[Layer] = []
     writers, readers, reach = ["input"], list[str](), list[int]()
-    for number in range(cfg.n_layers or 0):
-        at, block = f"blocks.{number}.", model.blocks[number]
-        _need(model, there, at)
-        attn = block.attn
-        heads, first = len(attn.W_Q), len(writers)
-        shared = _shared(attn.W_K, cfg.n_key_value_heads)
-        norms = [
-            Norm.of(getattr(block, name), attn.W_O) if f"{at}{name}.hook_scale" in there else None
-            for name in ("ln1", "ln1_post")
-        ]
+    for number in range(len(model.blocks)):
+        at = f"blocks.{number}."
+        norm = stream.norm(f"{at}ln1")
+        _need(model, at, norm, added[number])
+        branch, mlp = added[number]["attn"], added[number].get("mlp")
+        heads, first = len(branch.weight), len(writers)
+        shared = _shared(model, model.blocks[number].attn.W_K)
         layers.append(
             Layer(
                 number=number,
@@ -256,10 +246,10 @@ def wiring(model: Any) -> Wiring:
                 heads=heads,
                 shared=shared,
                 row=len(readers),
-                mlp_site=_mlp_site(model, there, number),
-                mlp_reach=first if cfg.parallel_attn_mlp else first + heads,
-                norm=norms[0],
-                post=norms[1],
+                mlp_site=_mlp_site(model, number) if mlp else "",
+                mlp_reach=first if mlp and mlp.step == branch.step else first + heads,
+                norm=norm,
+                branch=branch,
             )
         )
         unit = "h" if heads == shared else "kv"
@@ -300,42 +290,39 @@ def same(one: Tensor, other: Tensor, what: str, dtype: torch.dtype | None = None
         )
 
 
-def _shared(weight: Tensor, count: int | None) -> int:
+def _shared(model: Any, weight: Tensor) -> int:
     """How many keys heads [head, ...] have: a model from scratch repeats those that are shared."""
-    if count and count < len(weight) and len(weight) % count == 0:
-        times = len(weight) // count
-        if torch.equal(weight, weight[::times].repeat_interleave(times, 0)):
-            return count
-    return len(weight)
+    heads = len(weight)
+    if (weight[1:] != weight[:-1]).flatten(1).any(1).all():
+        return heads
+    count = model.cfg.n_key_value_heads or heads
+    times = heads // count
+    repeated = weight[::times].repeat_interleave(times, 0)
+    return count if torch.equal(weight, repeated) else heads
 
 
 def _tokens(value: Tensor, some: slice) -> Tensor:
     return wide(value.flatten(0, 1)[some])
 
 
-def _fit(made: Tensor, added: Tensor) -> float:
-    size = wide(made).square().sum()
-    return float((wide(made) * wide(added)).sum() / size) if size else 1.0
-
-
-def _need(model: Any, there: set[str], at: str) -> None:
+def _need(model: Any, at: str, norm: ip.Formula | None, added: Mapping[str, ip.Branch]) -> None:
     inside = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "hook_attn_in")
     inputs = ("hook_q_input", "hook_k_input", "hook_v_input", "attn.hook_result")
-    norms = [name for name in ("ln1", "ln1_post") if f"{at}{name}.hook_normalized" in there]
-    for name in (*inside, "hook_attn_out", *inputs, *(f"{norm}.hook_scale" for norm in norms)):
-        if f"{at}{name}" not in there:
-            why = model.sites.absent.get(f"{at}{name}", "it was not found")
+    needed = [f"{at}{name}" for name in (*inside, "hook_attn_out", *inputs)]
+    needed += [norm.scale_site] if norm else []
+    needed += added["attn"].sites if "attn" in added else []
+    for name in needed:
+        if name not in model.hook_dict:
+            why = model.sites.absent.get(name, "it was not found")
             raise ip.Unsupported(
-                f"edges lead from head to head, and this model has no {at + name!r}: {why}. Patch whole sites of it "
+                f"edges lead from head to head, and this model has no {name!r}: {why}. Patch whole sites of it "
                 "instead: ip.attribution_patching, ip.activation_patching."
             )
 
 
-def _mlp_site(model: Any, there: set[str], number: int) -> str:
+def _mlp_site(model: Any, number: int) -> str:
     """Where the MLP of a block reads: the stream, or what the norm of attention returns."""
-    if f"blocks.{number}.hook_mlp_out" not in there:
-        return ""
-    if f"blocks.{number}.hook_mlp_in" in there:
+    if f"blocks.{number}.hook_mlp_in" in model.hook_dict:
         return f"blocks.{number}.hook_mlp_in"
     mlp = model.blocks[number].mlp.module
     path = next(name for name, part in model.module.named_modules() if part is mlp)

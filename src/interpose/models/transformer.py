@@ -22,6 +22,7 @@ from interpose.models.running import generation
 from interpose.models.running.forward import Forward
 from interpose.models.running.text import Text
 from interpose.models.selection import Some
+from interpose.models.stream.whole import Stream
 from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
 from interpose.models.weights.weights import Weights
@@ -97,6 +98,11 @@ class TransformerModel(Text, Forward, Weights, Model):
     def cfg(self) -> ModelConfig:
         """What the model is like, in TransformerLens's words: ``n_layers``, ``d_model``, ..."""
         return describe(self)
+
+    @property
+    def stream(self) -> Stream:
+        """What is added to the residual stream, through which norms and multipliers, and what is done at its ends."""
+        return Stream(self)
 
     def __getattr__(self, name: str) -> Any:
         found = None if name == "module" else part_of(self, name)

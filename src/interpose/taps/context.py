@@ -11,7 +11,8 @@ import contextvars
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -152,6 +153,16 @@ def stand_down() -> contextvars.Token[Context]:
 
 stand_up = _CONTEXT.reset
 """After it: as before."""
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A ``with`` block in which no hook hears of what the model computes."""
+    token = stand_down()
+    try:
+        yield
+    finally:
+        stand_up(token)
 
 
 def in_scope(function: Callable[P, R]) -> Callable[P, R]:

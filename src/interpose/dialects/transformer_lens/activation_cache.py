@@ -101,7 +101,7 @@ class ActivationCache(KeptValues):
         """
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"mode is 'all', 'attn' or 'mlp'; got {mode!r}")
-        self.branches.must_add_up()
+        self.model.stream.must_add_up()
         last = self._layer(layer, mlp_input)
         parts = decomposition.embeds(self, pos_slice) if incl_embeds else []
         for number in range(last + mlp_input):
@@ -313,7 +313,8 @@ class ActivationCache(KeptValues):
         )
         if directions.ndim == 2 and scaled.ndim == 4:  # one for each text, at all its positions
             directions = directions.unsqueeze(-2)
-        times = self.branches.logit_multiplier
+        stream = self.model.stream
+        times = (stream.end_multiplier or 1.0) * (stream.logit_multiplier or 1.0)
         return (scaled * directions.to(scaled.device, scaled.dtype)).sum(-1) * times
 
     def logit_lens(self, **kwargs: Any) -> LogitLensResult:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens.branches import Branch
 from interpose.dialects.transformer_lens.utilities.slices import Slice
-from interpose.models.weights.norms import affine, norm_at, unheard
+from interpose.models.stream.branch import Branch
+from interpose.models.stream.formula import formula_at, norm_at
+from interpose.taps.context import unheard
 
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.activation_cache import ActivationCache
@@ -26,7 +27,7 @@ def as_slice(given: Any) -> Slice:
 
 def embeds(cache: ActivationCache, pos_slice: Any) -> Parts:
     """The embeddings; where something else happens to them too (a scale, a norm), the first block's input as one."""
-    if cache.has_embed and cache.branches.embeds_are_all:
+    if cache.has_embed and cache.model.stream.embedding_multiplier == 1:
         names = ["embed", *(["pos_embed"] if cache.has_pos_embed else [])]
         found = [
             cache[name].expand_as(cache["embed"]) for name in names
@@ -47,10 +48,11 @@ def heads(cache: ActivationCache, last: int, pos_slice: Any) -> Parts:
     """What each head of the layers before ``last`` adds to the stream."""
     parts: Parts = []
     for layer in range(last):
-        branch = cache.branches.of(layer, "attn")
+        branch = _branch(cache, layer, "attn")
         scale = _scale(cache, branch, pos_slice)
         written = head_results(cache, layer, pos_slice)
-        written = branch.through(written, None if scale is None else scale.unsqueeze(-2))
+        made = branch.writes.through(written, None if scale is None else scale.unsqueeze(-2))
+        written = made.to(written.dtype)
         parts += [(part, f"L{layer}H{head}") for head, part in enumerate(written.unbind(-2))]
     return parts
 
@@ -65,7 +67,7 @@ def neuron_results(
 ) -> Tensor:
     """What each neuron adds to the stream, [..., neuron, d_model], or its product with ``onto``."""
     layer %= cache._layers
-    branch = cache.branches.of(layer, "mlp")
+    branch = _branch(cache, layer, "mlp")
     active = cache._sliced(cache["post", layer], pos_slice)
     weight = cache.model.blocks[layer].mlp.W_out
     if neuron_slice is not None:
@@ -76,7 +78,7 @@ def neuron_results(
     scale = _scale(cache, branch, pos_slice)
     if scale is not None:
         active = (active / scale).to(active.dtype)
-    written = branch.through(weight, None)
+    written = branch.writes.through(weight).to(weight.dtype)
     if onto is None:
         return active.unsqueeze(-1) * written
     projected = written @ onto
@@ -100,10 +102,18 @@ def neurons(
     return parts
 
 
+def _branch(cache: ActivationCache, layer: int, kind: str) -> Branch:
+    """A branch that can be taken apart, of a stream that can."""
+    cache.model.stream.must_add_up()
+    branch = cache.model.stream.branch(layer, kind)
+    branch.must_have_parts()
+    return branch
+
+
 def _scale(cache: ActivationCache, branch: Branch, pos_slice: Any) -> Tensor | None:
     if branch.norm is None:
         return None
-    return cache._sliced(cache[f"{branch.norm}.hook_scale"], pos_slice)
+    return cache._sliced(cache[branch.writes.scale_site], pos_slice)
 
 
 def through_norm(
@@ -120,8 +130,8 @@ def through_norm(
     if has_batch_dim and batch_slice is not None:
         stack = as_slice(batch_slice).apply(stack, dim=1)
     name = "ln_final" if layer == cache._layers else f"blocks.{layer}.ln{2 if mlp_input else 1}"
-    norm = norm_at(cache.model, name)
-    if norm is None:
+    norm, formula = norm_at(cache.model, name), formula_at(cache.model, name)
+    if norm is None or formula is None:
         return stack  # the stream is read as it is
     if recompute:
         with unheard():
@@ -130,9 +140,7 @@ def through_norm(
     scale = cache._sliced(cache[f"{name}.hook_scale"], pos_slice)
     if cache.has_batch_dim and batch_slice is not None:
         scale = as_slice(batch_slice).apply(scale, dim=0)
-    factor, _ = affine(norm, stack.shape[-1])
-    made = stack - stack.mean(-1, keepdim=True) if norm.centred else stack
-    return (made / scale * factor.to(stack.device)).to(stack.dtype)
+    return formula.through(stack, scale).to(stack.dtype)
 
 
 def directions(model: TransformerModel, tokens: Any) -> Tensor:

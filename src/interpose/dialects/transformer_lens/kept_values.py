@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens.branches import Branches
 from interpose.dialects.transformer_lens.utilities.names import get_act_name
 from interpose.dialects.transformer_lens.utilities.slices import Slice
 from interpose.engine.cache import Cache
@@ -31,7 +30,6 @@ class KeptValues(Mapping[str, Tensor]):
             self._cache._values = cache_dict if isinstance(cache_dict, dict) else dict(cache_dict)
         self.model = model
         self.has_batch_dim = has_batch_dim
-        self.branches = Branches.of_model(model)
 
     @property
     def cache_dict(self) -> dict[str, Tensor]:

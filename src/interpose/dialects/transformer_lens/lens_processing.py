@@ -18,7 +18,7 @@ from interpose.errors import Unsupported
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.processing.observed import TOLERANCE
 from interpose.models.processing.process import process
-from interpose.models.weights.norms import unheard
+from interpose.taps.context import unheard
 
 
 class LensProcessing(LensText):

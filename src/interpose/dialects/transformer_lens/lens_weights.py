@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens import decomposition
-from interpose.dialects.transformer_lens.branches import Branches
 from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
 from interpose.dialects.transformer_lens.utilities.tensors import composition_scores
 from interpose.errors import Unsupported
@@ -60,7 +59,6 @@ class LensWeights(TransformerModel):
             mlp_input: with the bias of this layer's attention.
             include_mlp_biases: with those of MLPs.
         """
-        branches = Branches.of_model(self)
         total = torch.zeros(int(self.W_E.shape[1]), device=self.device)
         for number in range(layer + mlp_input):
             for kind in ("attn", "mlp"):
@@ -70,15 +68,13 @@ class LensWeights(TransformerModel):
                     or f"blocks.{number}.hook_mlp_out" not in self.tree.table.sites
                 ):
                     continue
-                branch = branches.of(number, kind)
+                branch = self.stream.branch(number, kind)
                 if branch.norm is not None:
                     raise Unsupported(
                         f"the bias of blocks.{number} goes through {branch.norm}, so it is another one at every "
                         "position: cache.get_full_resid_decomposition has it as its last part."
                     )
-                block = self.blocks[number]
-                bias = block.attn.b_O if kind == "attn" else block.mlp.b_out
-                total = total + branch.through(torch.as_tensor(bias), None)
+                total = total + branch.writes.through(branch.bias)
         return total
 
     def all_composition_scores(self, mode: str) -> Tensor:

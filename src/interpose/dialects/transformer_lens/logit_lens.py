@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from interpose.models.weights.norms import unheard
+from interpose.taps.context import unheard
 
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.activation_cache import ActivationCache

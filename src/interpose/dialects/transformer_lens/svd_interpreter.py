@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
-from interpose.models.weights.norms import affine, norm_at
+from interpose.models.stream.formula import formula_at, norm_at
+from interpose.precision import wide
 
 _KINDS = ("OV", "w_in", "w_out")
 
@@ -62,8 +63,7 @@ class SVDInterpreter:
         else:
             mlp = self.model.blocks[layer_index].mlp
             matrix = mlp.W_out if vector_type == "w_out" else self._read_by_neurons(layer_index)
-            wide = matrix if matrix.dtype == torch.float64 else matrix.float()
-            directions = torch.linalg.svd(wide, full_matrices=False).Vh
+            directions = torch.linalg.svd(wide(matrix), full_matrices=False).Vh
         if not 1 <= num_vectors <= len(directions):
             raise ValueError(
                 f"{vector_type} of layer {layer_index} has {len(directions)} singular vectors; got "
@@ -83,11 +83,13 @@ class SVDInterpreter:
     def _read_by_neurons(self, layer: int) -> Tensor:
         """[d_mlp, d_model]: what each neuron reads of the normed stream, before the norm's own weight."""
         read: Tensor = self.model.blocks[layer].mlp.W_in.mT
-        norm = norm_at(self.model, f"blocks.{layer}.ln2")
-        if norm is None or norm.reads_sum:  # a norm that stands in the stream is not the MLP's own
+        path = f"blocks.{layer}.ln2"
+        norm, formula = norm_at(self.model, path), formula_at(self.model, path)
+        if (
+            norm is None or formula is None or norm.reads_sum
+        ):  # one in the stream is not the MLP's own
             return read
-        factor, _ = affine(norm, read.shape[-1])
-        return read * factor.to(read.device)
+        return formula.scaled(read)
 
 
 def _check(what: str, index: int, count: int) -> None:

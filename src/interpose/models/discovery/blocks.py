@@ -10,9 +10,17 @@ from torch import nn
 
 from interpose.models.discovery import feedforward, heads
 from interpose.models.discovery.anatomy import Attention, Block, Place, Shape
-from interpose.models.discovery.norms import describe as describe_norm
+from interpose.models.discovery.norm_kind import describe as describe_norm
 from interpose.models.discovery.record import Event, KernelCall, Recorder, Value, in_and_out, inside
-from interpose.models.discovery.stream import Addend, Spot, Step, Stream, is_norm, place_of, same
+from interpose.models.discovery.stream import (
+    Addend,
+    Spot,
+    Step,
+    StreamSearch,
+    is_norm,
+    place_of,
+    same,
+)
 from interpose.models.reach.lenses import InPlace, Times
 from interpose.sites.lens import Lens
 
@@ -36,7 +44,7 @@ class BlockReader:
         self.inner = [e for e in self.inner if event.start < e.start < event.end]
         self.softmaxes = recorder.softmaxes
         self.kernels = [k for k in recorder.kernels if event.start < k.time < event.end]
-        self.stream = Stream(event, self.inner, precision=precision)
+        self.stream = StreamSearch(event, self.inner, precision=precision)
         pair = in_and_out(event)
         assert pair is not None, "a block of a stack takes and gives values of one shape"
         self.pre, self.post = pair

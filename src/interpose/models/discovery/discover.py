@@ -17,7 +17,7 @@ from torch import nn
 
 from interpose.models.discovery.anatomy import Anatomy, Norm, Place, Tower
 from interpose.models.discovery.blocks import BlockReader
-from interpose.models.discovery.norms import describe as describe_norm
+from interpose.models.discovery.norm_kind import describe as describe_norm
 from interpose.models.discovery.record import Event, Recorder, in_and_out, inside
 from interpose.models.discovery.stream import is_norm, place_of, same
 from interpose.sites.tree import ModuleTree

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from interpose.models.reach import interface
+from interpose.precision import wide
 from interpose.taps import values
 from interpose.taps.tap import named_arguments
 
@@ -179,7 +180,7 @@ class Recorder(TorchFunctionMode):
             flat = tensor.detach().reshape(-1)
             places = torch.as_tensor(_places(flat.numel()), device=flat.device)
             first, last = self._rows(tensor.detach())
-            value.source = _wide(torch.cat([flat[places], first, last]))
+            value.source = wide(torch.cat([flat[places], first, last]))
             self._pending.append(value)
         return value
 
@@ -241,7 +242,7 @@ class Recorder(TorchFunctionMode):
             heads = ends = tensor.reshape(1, -1)
         value = self._value((), heads.contiguous())
         if value.source is not None:
-            both = (_wide(heads.reshape(-1)), _wide(ends.reshape(-1)))
+            both = (wide(heads.reshape(-1)), wide(ends.reshape(-1)))
             value.source = torch.cat([value.source[:PLACES], *both])
         return value
 
@@ -299,11 +300,6 @@ _TOLD = {
     "baddbmm",
     "einsum",
 }
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """In 32 bits; what has more keeps them, for its sums are compared in its own precision."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 @lru_cache(maxsize=512)

@@ -81,7 +81,7 @@ def same(a: Value, b: Value) -> bool:
     return bool(np.array_equal(a.sketch, b.sketch, equal_nan=True))
 
 
-class Stream:
+class StreamSearch:
     """The search through one block's record."""
 
     def __init__(self, block: Event, inner: list[Event], *, precision: float) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block, Norm, Place
 from interpose.models.discovery.record import Value, in_and_out
-from interpose.models.processing import norms, observed
+from interpose.models.processing import observed
 from interpose.models.processing.linear import bias, check_alone, matrix, put, wide
+from interpose.models.stream.formula import formula_of
+from interpose.models.stream.whole import soft_caps
 from interpose.models.transformer import TransformerModel
 
 
@@ -69,7 +71,7 @@ def _check_readers(block: Block) -> None:
 
 
 def _check_centred(norm: Norm) -> None:
-    if not norms.takes_off_the_mean(norm):
+    if not formula_of(norm, norm.place.shape[-1], torch.empty(0)).centred:
         raise Unsupported(
             f"{norm.place.path} ({type(norm.place.module).__name__}) does not take off the mean of "
             "the stream (an RMS norm), so the mean counts."
@@ -134,19 +136,12 @@ def plan_unembed(model: TransformerModel) -> Place:
     if not logits:
         raise Unsupported(f"what {place.path} makes is not what the model returns.")
     close = 1e-5 if observed.tolerance(model) <= 1e-4 else 2e-3
-    if _softcapped(model) or not any(_follows(logit, made, close) for logit in logits):
+    if soft_caps(model) or not any(_follows(logit, made, close) for logit in logits):
         raise Unsupported(
             f"the logits are no multiple of what {place.path} makes (a softcap?), so that a number "
             "added to all of them does not cancel in the softmax."
         )
     return place
-
-
-def _softcapped(model: TransformerModel) -> bool:
-    """Whether the config speaks of a softcap on logits, which small logits hardly show."""
-    config: Any = getattr(model.root, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "final_logit_softcapping", None))
 
 
 def _follows(logit: Value, made: Value, close: float) -> bool:

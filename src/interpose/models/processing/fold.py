@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from interpose.errors import Unsupported
@@ -16,10 +17,12 @@ from interpose.models.discovery.anatomy import Block, Norm, Place
 from interpose.models.discovery.parts import linear_shape
 from interpose.models.discovery.record import Event
 from interpose.models.discovery.stream import is_norm, place_of
-from interpose.models.processing import mixtures, norms, observed
+from interpose.models.processing import mixtures, observed
 from interpose.models.processing.linear import add_to_bias, check_alone, matrix, put, wide
 from interpose.models.processing.mixtures import OwnWeight
+from interpose.models.stream.formula import Formula, formula_of
 from interpose.models.transformer import TransformerModel
+from interpose.models.weights import views
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,15 +54,16 @@ def plan(model: TransformerModel) -> list[Fold]:
 
 def _folds(model: TransformerModel) -> list[Fold]:
     anatomy = model.anatomy
-    before = list(norms.norms_before_branches(anatomy))
+    inside = {
+        f"{tower.prefix}blocks.{block.index}.{name}": norm
+        for tower in anatomy.towers
+        for block in tower.blocks
+        for name, norm in block.norms.items()
+    }
+    before = {name: norm for name, norm in inside.items() if not norm.reads_sum}
     if not before:
-        after = [
-            norm.place.path
-            for tower in anatomy.towers
-            for block in tower.blocks
-            for norm in block.norms.values()
-        ]
-        where = f" They stand in the stream or after a branch: {after[0]}, ..." if after else ""
+        after = next((norm.place.path for norm in inside.values()), None)
+        where = f" They stand in the stream or after a branch: {after}, ..." if after else ""
         raise Unsupported(f"no norm stands before a branch of a block.{where}")
     for tower in anatomy.towers:
         for block in tower.blocks:
@@ -69,8 +73,10 @@ def _folds(model: TransformerModel) -> list[Fold]:
                     "stand before a branch."
                 )
     found: dict[int, Fold] = {}
-    for name, norm in (*before, *norms.final_norms(anatomy)):
-        found.setdefault(id(norm.place.module), Fold(name=name, norm=norm))
+    final = {f"{tower.prefix}ln_final": tower.final_norm for tower in anatomy.towers}
+    for name, norm_or_none in (before | final).items():
+        if norm_or_none is not None:
+            found.setdefault(id(norm_or_none.place.module), Fold(name=name, norm=norm_or_none))
     return list(found.values())
 
 
@@ -110,14 +116,14 @@ def _find_readers(
 def _check(model: TransformerModel, fold: Fold, *, has_readers: bool) -> None:
     """Refuse what cannot be folded before anything is written."""
     path = fold.norm.place.path
-    _, summand = norms.factor_and_summand(fold.norm)
+    found = formula(fold.norm)
     headless = fold.name.endswith("ln_final") and model.anatomy.unembed is None
     if not has_readers and not headless:
         raise Unsupported(f"no linear map reads what {path} makes as it is.")
     for place in fold.maps:
         matrix(place)
         check_alone(model, place)
-    if fold.own and summand.any():
+    if fold.own and torch.as_tensor(found.summand).any():
         raise Unsupported(
             f"{path} adds something, and {fold.own[0].path} ({type(fold.own[0].module).__name__}), "
             "which reads it, has no bias that could take it."
@@ -127,13 +133,36 @@ def _check(model: TransformerModel, fold: Fold, *, has_readers: bool) -> None:
 def apply(folds: Sequence[Fold]) -> None:
     """Fold norms into what reads them."""
     for fold in folds:
-        factor, summand = norms.factor_and_summand(fold.norm)
-        centred = norms.takes_off_the_mean(fold.norm)
+        found = formula(fold.norm)
+        factor, summand = (wide(torch.as_tensor(part)) for part in (found.factor, found.summand))
         for place in fold.maps:
-            fold_into(place, factor, summand, centred=centred)
+            fold_into(place, factor, summand, centred=found.centred)
         for own in fold.own:
-            mixtures.fold_into(own, factor, centred=centred)
-        norms.neutralise(fold.norm)
+            mixtures.fold_into(own, factor, centred=found.centred)
+        neutralise(fold.norm, factor)
+
+
+def formula(norm: Norm) -> Formula:
+    """What a norm multiplies with and adds, if its parameters say so; a parametrised one is refused."""
+    for name in ("weight", "bias"):
+        views.parameter(norm.place, name)
+    found = formula_of(norm, norm.place.shape[-1], torch.empty(0))
+    if not found.exact:
+        raise Unsupported(
+            f"{norm.place.path} ({type(norm.place.module).__name__}) does something else with its parameters "
+            "than multiply with its weight (or 1 + weight) and add its bias."
+        )
+    return found
+
+
+def neutralise(norm: Norm, factor: Tensor) -> None:
+    """Make a norm multiply with 1 and add 0, where it multiplied with a factor."""
+    weight, bias = (views.parameter(norm.place, name) for name in ("weight", "bias"))
+    if weight is not None:
+        offset = factor - wide(weight).reshape(-1)  # 0, or 1 where the module adds it
+        put(weight, (1 - offset.round()).reshape(weight.shape))
+    if bias is not None:
+        put(bias, torch.zeros_like(bias))
 
 
 def fold_into(place: Place, factor: Tensor, summand: Tensor, *, centred: bool) -> None:

@@ -11,19 +11,16 @@ from torch import Tensor
 
 from interpose.engine.model import Model
 from interpose.engine.shape_scan import untouched
-from interpose.taps import context, values
+from interpose.taps import values
+from interpose.taps.context import unheard
 
 
 @contextmanager
 def trial(model: Model) -> Iterator[None]:
     """A ``with`` block for forwards that nobody is to notice."""
-    token = context.stand_down()  # hooks in scope are not meant
-    try:
-        with untouched(model.module), torch.no_grad():
-            model.module.eval()
-            yield
-    finally:
-        context.stand_up(token)
+    with unheard(), untouched(model.module), torch.no_grad():
+        model.module.eval()
+        yield
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -7,13 +7,17 @@ that begin with its path.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 
 from interpose.engine.points import HookPoint
-from interpose.models.discovery.anatomy import Tower
+from interpose.models.stream.branch import Branch, branches_of
+from interpose.models.stream.formula import Formula, formula_at, norm_at
+from interpose.models.stream.whole import multipliers
 from interpose.models.weights.config import describe
 from interpose.models.weights.views import Getter, block_weights, end_weights
 from interpose.models.weights.weights import STACKED, main_tower, stacked
@@ -72,7 +76,7 @@ class Part:
         if getter is not None:
             return getter()
         if any(child.startswith(f"{name}.") for child in self._names()):
-            return Parts(self._model, full) if name.endswith("blocks") else Part(self._model, full)
+            return _part(self._model, full)
         if "hook_" in name and self._model.tree.leads_somewhere(full):
             return self._model.hook_dict[full]  # another system's name for a site
         raise AttributeError(self._why_not(name, full))
@@ -108,31 +112,31 @@ class Part:
                     found[f"{at}.{name}"] = self._model.module.get_submodule(path)
         return found
 
-    def _names(self) -> Iterator[str]:
+    def _names(self) -> list[str]:
         """Everything below, by its name from here on."""
         start = f"{self._path}." if self._path else ""
-        for site in self._model.tree.table.sites:
-            if site.startswith(start):
-                yield site[len(start) :]
-        yield from self._weights()
+        sites = self._model.tree.table.sites
+        return [s[len(start) :] for s in sites if s.startswith(start)] + list(self._weights())
 
     def _children(self) -> list[str]:
         return list(dict.fromkeys(name.partition(".")[0] for name in self._names()))
 
     def _weights(self) -> dict[str, Getter]:
         """Weights below, by their names from here on; a tower also has the stacks of its blocks'."""
-        anatomy = self._model.anatomy
-        found = end_weights(anatomy, lambda: describe(self._model).n_ctx)
+        anatomy, path = self._model.anatomy, f"{self._path}." if self._path else ""
+        found: dict[str, Getter] = {}
         for tower in anatomy.towers:
-            at = f"{tower.prefix}blocks"
-            if self._path == tower.prefix[:-1]:
-                found |= _stacks(tower)
-            for block in tower.blocks:
-                if f"{self._path}.".startswith(f"{at}.{block.index}."):
-                    inside = block_weights(block).items()
-                    found |= {f"{at}.{block.index}.{name}": getter for name, getter in inside}
-        start = f"{self._path}." if self._path else ""
-        return {name[len(start) :]: found[name] for name in found if name.startswith(start)}
+            at = f"{tower.prefix}blocks."
+            index, _, inside = path.removeprefix(at).partition(".")
+            if path.startswith(at):
+                block = next(block for block in tower.blocks if str(block.index) == index)
+                return _below(block_weights(block), inside)
+            if path == tower.prefix:
+                found |= {
+                    name: partial(stacked, tower, of, at=f"model.{at}"[:-1])
+                    for name, of in STACKED.items()
+                }
+        return found | _below(end_weights(anatomy, lambda: describe(self._model).n_ctx), path)
 
     def _why_not(self, name: str, full: str) -> str:
         label = self._model.tree.label
@@ -147,7 +151,8 @@ class Part:
         return f"{where} has no {name!r}. It has: {', '.join(shown[:24])}{more}."
 
     def __dir__(self) -> list[str]:
-        return sorted(self._children())
+        own = (name for name in vars(type(self)) if not name.startswith("_"))
+        return sorted({*self._children(), *own})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Part) and self._model is other._model and self._path == other._path
@@ -159,13 +164,58 @@ class Part:
         return f"Part({self._path!r}: {', '.join(self._children())})"
 
 
-def _stacks(tower: Tower) -> dict[str, Getter]:
-    at = f"model.{tower.prefix}blocks"
+def _below(found: dict[str, Getter], start: str) -> dict[str, Getter]:
+    """What begins with a path, by its name from there on."""
+    return {name[len(start) :]: found[name] for name in found if name.startswith(start)}
 
-    def stack(name: str) -> Getter:
-        return lambda: stacked(tower, name, at=at)
 
-    return {f"{tower.prefix}{name}": stack(inside) for name, inside in STACKED.items()}
+class NormPart(Part):
+    """A norm: also what it multiplies with and adds, as it is now, found by running it."""
+
+    __slots__ = ()
+
+    @property
+    def formula(self) -> Formula:
+        """All of it, with which parts of a stream are followed through the norm."""
+        found = formula_at(self._model, self._path)
+        assert found is not None
+        return found
+
+    @property
+    def factor(self) -> Tensor:
+        """What it multiplies with, [d_model]: its weight, or that and one (gemma), or ones without any."""
+        return torch.as_tensor(self.formula.factor)
+
+    @property
+    def summand(self) -> Tensor:
+        """What it adds, [d_model]; zeros where it has no bias."""
+        return torch.as_tensor(self.formula.summand)
+
+    @property
+    def centred(self) -> bool:
+        """Whether it takes off the mean over the features first (LayerNorm)."""
+        return self.formula.centred
+
+
+class BlockPart(Part):
+    """A block: also what it adds to the stream."""
+
+    __slots__ = ()
+
+    @property
+    def branches(self) -> dict[str, Branch]:
+        """What its attention, MLP or mixer adds to the stream, by kind, in the order in which it is added."""
+        prefix, _, index = self._path.rpartition("blocks.")
+        found = multipliers(self._model).branches
+        tower = next(tower for tower in self._model.anatomy.towers if tower.prefix == prefix)
+        block = next(block for block in tower.blocks if str(block.index) == index)
+        return branches_of(self._model, prefix, block, found)
+
+
+def _part(model: TransformerModel, path: str) -> Part | Parts:
+    if path.endswith("blocks"):
+        return Parts(model, path)
+    return Part(model, path) if norm_at(model, path) is None else NormPart(model, path)
 
 
 class Parts(Sequence[Part]):
@@ -193,7 +243,7 @@ class Parts(Sequence[Part]):
             layer = self._indices[index]
         except IndexError:
             raise IndexError(f"{self._path}[{index}]: there are {len(self)} blocks.") from None
-        return Part(self._model, f"{self._path}.{layer}")
+        return BlockPart(self._model, f"{self._path}.{layer}")
 
     def __len__(self) -> int:
         return len(self._indices)

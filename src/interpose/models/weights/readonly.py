@@ -47,12 +47,13 @@ class ReadOnly(Tensor):
         kwargs = kwargs or {}
         if not all(issubclass(cls, kind) for kind in types):
             return NotImplemented
-        for target in _read_only(_written(func, args, kwargs)):
+        written = _written(func, args, kwargs)
+        for target in _read_only((written,)) if written is not None else ():
             # No TypeError: torch would take `w += 1` for a wrong operand and compute `w = w + 1`.
             raise EditError(_advice(target.sources))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            return _kept(result, list(_read_only((args, kwargs))))
+            return _kept(result, _read_only((*args, *kwargs.values())))
 
     # A copy belongs to whoever made it.
 
@@ -82,22 +83,25 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else kwargs
     if name in _HARMLESS:
-        return ()
+        return None
     if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
         return first
     if name == "__set__" and getattr(func.__self__, "__name__", "") == "data":
         return first
-    return kwargs.get("out", ())
+    return kwargs.get("out")
 
 
-def _read_only(values: Any) -> Iterator[ReadOnly]:
-    if isinstance(values, ReadOnly):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _read_only(tuple(values.values()))
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _read_only(value)
+def _read_only(values: Iterable[Any]) -> list[ReadOnly]:
+    """What is read-only among some values, inside lists and mappings too."""
+    found: list[ReadOnly] = []
+    for value in values:
+        if isinstance(value, ReadOnly):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _read_only(value)
+        elif isinstance(value, Mapping):
+            found += _read_only(value.values())
+    return found
 
 
 def _kept(result: Any, given: list[ReadOnly]) -> Any:
