@@ -1,4 +1,4 @@
-"""How fast sweeps are: ``python -m benchmarks.sweeps [small] [heads] [ioi] [large] [lens]``.
+"""How fast sweeps are: ``python -m benchmarks.sweeps [small] [heads] [ioi] [functions] [large] [lens]``.
 
 Random models of real shapes; a ratio is measured in one process, a sweep and some single cells in turn, medians. One
 cell is a forward of the module with a hook of torch's. ``lens`` needs TransformerLens 4.3 in the environment, and
@@ -8,6 +8,7 @@ compares with its `get_act_patch_resid_pre`.
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import sys
 import time
@@ -147,6 +148,26 @@ def against_transformer_lens(model: Any, rounds: int) -> None:
     )
 
 
+def functions(model: Any, rounds: int) -> None:
+    """Time functions of logits as metrics against one of ours, in turn."""
+    clean, corrupt = torch.randint(1000, (2, 1, 32), generator=torch.Generator().manual_seed(0))
+    asked: dict[str, Any] = {
+        "logit_difference(5, 7)": metrics.logit_difference(5, 7),
+        "logits[:, -1, 5] - logits[:, -1, 7]": lambda x: x[:, -1, 5] - x[:, -1, 7],
+        "logits[:, -1].log_softmax(-1)[:, 5]": lambda x: x[:, -1].log_softmax(-1)[:, 5],
+    }
+    found: dict[str, list[float]] = {name: [] for name in asked}
+    for number in range(rounds + 1):
+        for name, metric in asked.items():
+            run = functools.partial(sweep, model, clean, corrupt, metric=metric, progress=False)
+            seconds, _ = timed(run)
+            found[name] += [seconds] if number else []  # the first warms
+    first, *others = found.values()
+    for name, seconds in zip(list(asked)[1:], others):
+        ratio = statistics.median(one / two for one, two in zip(seconds, first))
+        print(f"124M, 12 x 32 grid, {name} against {next(iter(asked))}: {ratio:.2f}x the time")
+
+
 def main(asked: list[str]) -> None:
     """Run what is asked for, by default everything this machine can."""
     threads = torch.get_num_threads()
@@ -162,6 +183,8 @@ def main(asked: list[str]) -> None:
     if "heads" in wanted:
         compare("124M, heads 12 x 12, 15 positions, first at 10", model, 15, 10, *counts, **heads)
         compare("124M, heads 12 x 12, 32 positions, first at 0", model, 32, 0, *counts, **heads)
+    if "functions" in wanted:
+        functions(model, counts[0])
     if "lens" in wanted:
         against_transformer_lens(model, 3)
     if "large" in wanted:

@@ -130,11 +130,11 @@ class at(Saved):
         for asked in self.site if isinstance(self.site, list) else [self.site]:
             for site, outright in _in_layers(tree, asked, self.layer, self.label):
                 found.setdefault(site.name, (site, outright))
-        gone = [ex for ex in self.exclude or () if not ex.narrows]
+        gone = [ex.reach(tree) for ex in self.exclude or () if not ex.narrows]
         left = [
             (replace(site, part=self if self.narrows else None), outright)
             for site, outright in found.values()
-            if not any(ex.covers(site.canonical, tree) for ex in gone)
+            if not any(speaks_of(site.canonical) for speaks_of in gone)
         ]
         if not left:
             shown = ", ".join(list(found)[:6]) + (", ..." if len(found) > 6 else "")
@@ -145,14 +145,19 @@ class at(Saved):
 
     def covers(self, canonical: str, tree: ModuleTree) -> bool:
         """As an exclusion: whether it speaks of a site."""
+        return self.reach(tree)(canonical)
+
+    def reach(self, tree: ModuleTree) -> Callable[[str], bool]:
+        """As an exclusion: what tells whether it speaks of a site; it looks through the model once."""
+        layers: set[int | None] | None = None
         if self.layer is not None:
-            layer = layer_of(canonical)
             most = max((number for number in _numbers(tree) if number is not None), default=-1) + 1
-            if layer is None or layer not in _layers(self.layer, most, self.label):
-                return False
-        if self.site is None:
-            return True
-        return any(site.canonical == canonical for site, _ in tree.select(self.site))
+            layers = set(_layers(self.layer, most, self.label))
+        known = None if self.site is None else {s.canonical for s, _ in tree.select(self.site)}
+        return lambda canonical: (
+            (layers is None or layer_of(canonical) in layers)
+            and (known is None or canonical in known)
+        )
 
     # Values.
 

@@ -36,6 +36,7 @@ class Sites(Mapping[str, Site]):
         self._seen = seen
         self._calls = calls
         self._chosen = chosen
+        self._indexed = -1
 
     def select(self, wanted: Filter) -> Sites:
         """The sites that a filter means."""
@@ -64,12 +65,13 @@ class Sites(Mapping[str, Site]):
 
     def _leaves(self, site: Site) -> list[tuple[int | str, ...]]:
         """The tensors seen at a site."""
-        at = len(site.tail.leaf)
-        return [
-            leaf
-            for path, port, leaf in self._seen
-            if path == site.path and port == site.tail.port and leaf[:at] == site.tail.leaf
-        ]
+        if self._indexed != len(self._seen):
+            self._by_place: dict[tuple[str, str], list[tuple[int | str, ...]]] = {}
+            for path, port, leaf in self._seen:
+                self._by_place.setdefault((path, port), []).append(leaf)
+            self._indexed = len(self._seen)
+        at, there = len(site.tail.leaf), self._by_place.get((site.path, site.tail.port), [])
+        return [leaf for leaf in there if leaf[:at] == site.tail.leaf]
 
     def _informed(self, site: Site) -> Site:
         leaves = self._leaves(site)
@@ -93,16 +95,16 @@ class Sites(Mapping[str, Site]):
             return [
                 (site.name, type(site.module).__name__, self._about(site)) for site in self._all()
             ]
-        root = self._tree.site("").module
+        root, known = self._tree.site("").module, dict[Any, int]()
         for depth in (99, 6, 5, 4, 3, 2, 1):
             rows = [("output", type(root).__name__, self._about(self._tree.site("")))]
-            rows += self._below(root, "", depth, 1)
+            rows += self._below(root, "", depth, 1, known)
             if len(rows) <= MOST_ROWS:
                 break
         return rows
 
     def _below(
-        self, module: nn.Module, path: str, depth: int, level: int
+        self, module: nn.Module, path: str, depth: int, level: int, known: dict[Any, int]
     ) -> Iterator[tuple[str, str, str]]:
         children = [
             (name, child) for name, child in children_of(module).items() if child is not None
@@ -114,7 +116,7 @@ class Sites(Mapping[str, Site]):
             while (
                 name.isdigit()
                 and end < len(children)
-                and _shape_of(children[end][1]) == _shape_of(child)
+                and _number(children[end][1], known) == _number(child, known)
             ):
                 end += 1
             inner = f"{path}.{name}" if path else name
@@ -124,7 +126,7 @@ class Sites(Mapping[str, Site]):
             kind = f"{end - at} x {type(child).__name__}" if end - at > 1 else type(child).__name__
             yield label, kind, self._about(self._tree.site(inner))
             if depth > 1:
-                yield from self._below(child, inner, depth - 1, level + 1)
+                yield from self._below(child, inner, depth - 1, level + 1, known)
             elif children_of(child):
                 yield f"{'  ' * (level + 1)}...", "", f"model.sites.select('{inner}.**')"
             at = end
@@ -155,11 +157,11 @@ class Sites(Mapping[str, Site]):
         return html_table(self._header, rows, title=self._title())
 
 
-def _shape_of(module: nn.Module) -> str:
-    """Alike for modules that print as the same tree."""
-    inner = ",".join(
-        f"{name}:{_shape_of(child)}"
-        for name, child in children_of(module).items()
-        if child is not None
-    )
-    return f"{type(module).__name__}({module.extra_repr()};{inner})"
+def _number(module: nn.Module, known: dict[Any, int]) -> int:
+    """The same for modules that print as the same tree; each is looked at once."""
+    if id(module) not in known:
+        parts = children_of(module).items()
+        inner = tuple((name, _number(part, known)) for name, part in parts if part is not None)
+        printed = (type(module).__name__, module.extra_repr(), inner)
+        known[id(module)] = known.setdefault(printed, len(known))
+    return known[id(module)]

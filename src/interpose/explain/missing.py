@@ -9,8 +9,11 @@ from typing import Any
 from torch import nn
 
 from interpose.explain.words import hint, nearest, some
+from interpose.files.schema import shown
 from interpose.names import Speller, kinds, layer_of, of_transformers, short_form
 
+LONG = 300
+"""Letters of a name that errors show."""
 ModuleTree = Any  # of `interpose.sites`, which stands above
 
 
@@ -25,9 +28,7 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         rest = rest[len(segment) :]
     where = repr(path) if path else tree.label
     if rest.startswith(("#", "[")):
-        what = (
-            f"{where} is there, but {rest!r} is none of #0 (its first call), .input, .output, [0]."
-        )
+        what = f"{where} is there, but {shown(rest, LONG)} is none of #0 (its first call), .input, .output, [0]."
         last = f"did you mean {path!r}?"
     elif segment in dict(module.named_parameters(recurse=False)):
         what = f"{segment!r} is a parameter of {where}; sites are what modules take and return."
@@ -37,14 +38,14 @@ def explain_missing(tree: ModuleTree, name: str) -> str:
         near = guess(tree, name)
         last = f"did you mean {near!r}?" if near else "no name is close to it."
         last = (not (near or path) and of_transformers(name)) or last
-    return f"no site {name!r} in {tree.label}.\n  {what}\n  {last}   (list them: model.sites)"
+    return f"no site {shown(name, LONG)} in {tree.label}.\n  {what}\n  {last}   (list them: model.sites)"
 
 
 def explain_nothing(tree: ModuleTree, asked: object) -> str:
     """The text of `NothingMatched`."""
-    shown = some(tree.place(path, module).name for path, module in tree.modules())
+    there = some(tree.place(path, module).name for path, module in tree.modules())
     if isinstance(asked, str):
-        what = f"the glob {asked!r}"
+        what = f"the glob {shown(asked, LONG)}"
         note = "\n  In a glob `*` stays within one dotted segment and `**` spans many."
     else:
         code = getattr(asked, "__code__", None)
@@ -52,7 +53,7 @@ def explain_nothing(tree: ModuleTree, asked: object) -> str:
         named = getattr(asked, "__name__", None)
         what = f"the filter {asked!r}" if named is None else f"the filter {named!r}{place}"
         note = ""
-    return f"{what} matches no site in {tree.label}.\n  sites are: {shown}{note}   (list them: model.sites)"
+    return f"{what} matches no site in {tree.label}.\n  sites are: {there}{note}   (list them: model.sites)"
 
 
 def guess(tree: ModuleTree, name: str) -> str | None:
@@ -77,7 +78,7 @@ def guess(tree: ModuleTree, name: str) -> str | None:
 def _inventory(tree: ModuleTree, module: nn.Module, where: str, segment: str) -> str:
     children = list(tree.children(module))
     if children and all(child.isdigit() for child in children):
-        return f"{where} has {len(children)} entries (0..{len(children) - 1}), no {segment!r}."
+        return f"{where} has {len(children)} entries (0..{len(children) - 1}), no {shown(segment, LONG)}."
     if children:
         more = f", ... ({len(children)} in all)" if len(children) > 10 else ""
         return f"{where} has: {', '.join(children[:10])}{more}; and input, output"

@@ -9,8 +9,8 @@ large the loss is, or has become.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from interpose.engine.model import Model
 from interpose.errors import GradientError
 from interpose.models.loading import as_model
 from interpose.render.html import bar
-from interpose.results.table import TableResult, number
+from interpose.results.result import Result, number
 from interpose.sites.tree import Filter
 
 _COLOURS = {"": "#4c78a8", "vanishing": "#b8b8b8"}
@@ -32,7 +32,7 @@ class SiteHealth:
     """Sizes at one site, as root mean squares: the L2 norm over the root of the number of elements.
 
     ``gradient`` is None where no gradient came. ``ratio`` is the gradient over that of the last
-    site, None for single numbers. ``flag`` is empty or says what is wrong.
+    site, None for single numbers and scales of norms. ``flag`` is empty or says what is wrong.
     """
 
     site: str
@@ -43,7 +43,7 @@ class SiteHealth:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class GradientHealth(TableResult):
+class GradientHealth(Result):
     """Sizes of activations and gradients by site, in execution order."""
 
     rows: tuple[SiteHealth, ...]
@@ -65,7 +65,7 @@ class GradientHealth(TableResult):
         found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         return f"Gradient health of {len(self.rows)} sites: {found or 'nothing to report'}"
 
-    def head(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return ("site", "activation", "gradient", "ratio", "flag")
 
@@ -93,9 +93,11 @@ class GradientHealth(TableResult):
             rows.append((site, activation, gradient, bar(share, ratio, colour=colour), flag))
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        """The rows as plain dictionaries."""
-        return {"rows": [asdict(row) for row in self.rows]}
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every site as a dictionary; its value is the size of its gradient, if one came."""
+        for row in self.rows:
+            sizes = {"value": row.gradient, "activation": row.activation, "ratio": row.ratio}
+            yield {"site": row.site, **sizes, "flag": row.flag}
 
 
 def gradient_health(
@@ -116,12 +118,15 @@ def gradient_health(
         model: the model, run once in the mode (train or eval) it is in.
         *inputs: what the model takes.
         loss: a function from the model's output to one number.
-        site: where to look; None for the output of every module.
+        site: where to look; None for the output of every module, or of a model of transformers for its stream and what
+            its parts read and make (not for what only shows with another attention kernel, nor for norms).
         vanishing: flag a site whose gradient is below this times the one at the last site.
         exploding: flag a site whose gradient is above this times the one at the last site.
         **kwargs: what the model takes by name.
     """
-    _, cache = as_model(model).run_with_cache(
+    model = as_model(model)
+    site = _of_layers(model) if site is None else site
+    _, cache = model.run_with_cache(
         *inputs, names_filter=site, incl_bwd=loss, keep=_size_and_axes, **kwargs
     )
     sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
@@ -132,20 +137,30 @@ def gradient_health(
             f"no gradient reached any of the {len(sizes)} sites. The loss must depend on the "
             "model's output, and gradients must be on."
         )
-    # A single number, such as a loss that the model returns itself, is no layer to compare with.
-    arrays = [name for name in received if sizes[name][1]]
+    # A single number, such as a loss that the model returns itself, is no layer to compare with; nor is a norm's
+    # scale, one number for what a whole vector received.
+    arrays = [name for name in received if sizes[name][1] and not name.endswith("hook_scale")]
     start = gradients[(arrays or received)[-1]]
-    rows = []
-    for name, (activation, axes) in sizes.items():
+    rows, comparable = [], set(arrays)
+    for name, (activation, _) in sizes.items():
         gradient = gradients.get(name)
         ratio = None
-        if gradient is not None and (axes or not arrays):
+        if gradient is not None and (name in comparable or not arrays):
             ratio = gradient / start if start else math.nan
         flag = _flag(gradient, ratio, vanishing, exploding)
         rows.append(
             SiteHealth(site=name, activation=activation, gradient=gradient, ratio=ratio, flag=flag)
         )
     return GradientHealth(tuple(rows))
+
+
+def _of_layers(model: Model) -> Filter:
+    """Where to look by default: of a transformer, sites that are there anyway, so that no more is computed or kept."""
+    sites = [site for site, _ in model.tree.select(None)]
+    if not any(site.kind for site in sites):
+        return None
+    left_out = ("scale", "normalized")
+    return [site.name for site in sites if site.switch is None and site.kind not in left_out]
 
 
 def _size_and_axes(value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ of all the data at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from interpose.models.loading import as_model
 from interpose.models.running.masks import mask_at
 from interpose.monitors.dataset import Forward, run_batches
 from interpose.progress import ShowProgress
-from interpose.results.table import TableResult, number
+from interpose.results.result import Result, number
 from interpose.sites.tree import Filter
 
 
@@ -63,7 +63,7 @@ class SiteStatistics:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class ActivationStatistics(TableResult):
+class ActivationStatistics(Result):
     """Statistics by site, in execution order: ``result["fc1"].mean`` has one number per unit."""
 
     rows: tuple[SiteStatistics, ...]
@@ -80,7 +80,7 @@ class ActivationStatistics(TableResult):
         """One line that says what this is."""
         return f"Activation statistics of {len(self.rows)} sites"
 
-    def head(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return ("site", "units", "samples", "mean", "std", "min", "max", "zeros", "dead")
 
@@ -100,11 +100,13 @@ class ActivationStatistics(TableResult):
             for row in self.rows
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Per site and unit, as plain lists."""
-        names = ("mean", "variance", "minimum", "maximum", "sparsity", "dead")
-        numbers = [{name: getattr(row, name).tolist() for name in names} for row in self.rows]
-        return {row.site: {"count": row.count, **part} for row, part in zip(self.rows, numbers)}
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every unit of every site as a dictionary; its value is its mean."""
+        names = ("value", "variance", "minimum", "maximum", "sparsity", "dead")
+        for row in self.rows:
+            parts = (row.mean, row.variance, row.minimum, row.maximum, row.sparsity, row.dead)
+            for unit, numbers in enumerate(zip(*(part.flatten().tolist() for part in parts))):
+                yield {"site": row.site, "unit": unit, **dict(zip(names, numbers))}
 
 
 @dataclass(slots=True)
@@ -166,7 +168,8 @@ class Statistics(Detector):
         site: where; None for the output of every module.
         unit_axis: the axis that counts the units; by default 1 for images (four or five axes: their
             channels), else the last. Of a text's values [batch, pos, ...] everything after the position
-            is a unit, heads side by side, and padding is left out.
+            is a unit, heads side by side, and padding is left out. Of attention scores each head is a unit, over the
+            pairs of positions that are not masked.
     """
 
     def __init__(self, site: Filter = None, *, unit_axis: int | None = None) -> None:
@@ -190,6 +193,8 @@ class Statistics(Detector):
         axis = self.unit_axis
         if axis is None and hook.axes[:1] == ("batch",) and hook.pos_axis == 1 and value.ndim > 2:
             return _tokens(value, hook)
+        if hook.canonical.endswith("hook_attn_scores") and axis in (None, 1):
+            return _seen(value, hook)
         if axis is None:
             axis = 1 if value.ndim in (4, 5) else -1
         if not -value.ndim <= axis < value.ndim:
@@ -227,6 +232,16 @@ def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
     if mask is not None and mask.shape == value.shape[:2]:
         return value[mask.to(value.device) != 0].flatten(1)
     return value.flatten(2).flatten(0, 1)
+
+
+def _seen(value: Tensor, hook: HookPoint) -> Tensor:
+    """Attention scores [batch, head, query, key] as [pair, head], without pairs that a mask or padding takes out."""
+    wide = (value.cpu() if value.device.type == "mps" else value).movedim(1, -1)
+    there = (wide > torch.finfo(value.dtype).min / 2).all(-1)
+    mask = mask_at(hook, 2)
+    if mask is not None and mask.shape == there.shape[:2]:
+        there &= (mask.to(there.device) != 0)[:, :, None]
+    return wide[there]
 
 
 def _finished(site: str, sums: _Summary) -> SiteStatistics:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +20,17 @@ from functools import lru_cache
 Key = int | str
 """One step into a container: an index, or a key, field or argument name."""
 
-_STEP = re.compile(r"\[(-?\d+)\]|\[((['\"])(?:\\.|(?!\3).)*\3)\]|\.([^.\[\]#]+)", re.DOTALL)
-_TAIL = re.compile(
-    r"(?P<call>#\d+)?(?P<port>\.(?:input|output)(?=[.\[]|$))?(?P<steps>.*)$", re.DOTALL
+# No pattern here has two ways to read a letter, so that each takes as long as a name is.
+_STEP = re.compile(
+    r"(?s)\[(-?[0-9]{1,9})\]|\[(?:'((?:\\.|[^'\\])*+)'|\"((?:\\.|[^\"\\])*+)\")\]|\.([^.\[\]#]+)"
 )
+_TAIL = re.compile(
+    r"(?s)(?P<call>#[0-9]{1,9}(?![0-9]))?(?P<port>\.(?:input|output)(?=[.\[]|\Z))?(?P<steps>.*)\Z"
+)
+_ESCAPED = re.compile(
+    r"(?s)\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U((?:0010|000[0-9a-f])[0-9a-f]{4})|(.))"
+)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t", "\n": "", **{sign: sign for sign in "\\'\""}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +66,22 @@ def parse_tail(text: str) -> Tail | None:
         step = _STEP.match(steps, at)
         if step is None:
             return None
-        number, quoted, _, name = step.groups()
-        leaf.append(int(number) if number else ast.literal_eval(quoted) if quoted else name)
+        number, single, double, name = step.groups()
+        quoted = double if single is None else single
+        leaf.append(int(number) if number else name if quoted is None else _unquoted(quoted))
         at = step.end()
     call = None if match["call"] is None else int(match["call"][1:])
     return Tail(call=call, port=(match["port"] or ".output")[1:], leaf=tuple(leaf))
+
+
+def _unquoted(text: str) -> str:
+    """What a text in quotes says, as Python writes it."""
+
+    def one(found: re.Match[str]) -> str:
+        code = found[1] or found[2] or found[3]
+        return _SHORT.get(found[4], found[0]) if code is None else chr(int(code, 16))
+
+    return _ESCAPED.sub(one, text)
 
 
 def spell(leaf: tuple[Key, ...]) -> str:
@@ -85,18 +102,36 @@ def is_glob(text: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """Turn a glob over dotted names into a regular expression for ``fullmatch``."""
-    out = ""
-    while "**.**" in pattern:
-        pattern = pattern.replace("**.**", "**")
-    for number, segment in enumerate(pattern.split(".")):
+    """Turn a glob over dotted names into a regular expression for ``fullmatch``.
+
+    What stands between two stars is taken where it first comes, and for good (``(?>...)``): if a name fits in any way,
+    it fits so, and no way is tried twice.
+    """
+    groups = [""]
+    for segment in pattern.split("."):
         if segment == "**":
-            # `**.` may be empty, so that `**.conv` finds a top-level conv too, and `a.**` finds a.
-            out += r"(?:[^.]+(?:\.[^.]+)*)?" if number == 0 else r"(?:\.[^.]+)*"
-            continue
-        if number and not (number == 1 and pattern.startswith("**.")):
-            out += r"\."
-        elif number:
-            out += r"(?:(?<=.)\.|^)"
-        out += re.escape(segment).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-    return re.compile(out)
+            groups.append("")
+        else:
+            groups[-1] += _BEGIN + _segment(segment)
+    first, *others = groups
+    if not others:
+        return re.compile(first)
+    *between, last = others
+    inner = "".join(f"(?>{_ANY}*?{group})" for group in between if group)
+    return re.compile(first + inner + (f"{_ANY}*{last}" if last else f"{_ANY}*+"))
+
+
+_BEGIN = r"(?:\A|(?!\A)\.)"
+"""Before each segment a dot, but none at the beginning of a name; so `**.conv` finds a top-level conv too."""
+_ANY = rf"(?:{_BEGIN}[^.]++)"
+
+
+def _segment(text: str) -> str:
+    """One segment of a glob, to its end."""
+    first, *others = (
+        "".join("[^.]" if sign == "?" else re.escape(sign) for sign in part)
+        for part in re.split(r"\*+", text)
+    )
+    inner = "".join(f"(?>[^.]*?{part})" for part in others[:-1])
+    last = f"[^.]*{others[-1]}" if others and others[-1] else "[^.]*+" if others else ""
+    return rf"{first}{inner}{last}(?=\.|\Z)"

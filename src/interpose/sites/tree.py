@@ -132,21 +132,17 @@ class ModuleTree:
         if not path:
             return module, "", ""
         used: list[str] = []
-        rest = path
-        while rest:
-            segment, _, after = rest.partition(".")
+        segments = path.split(".")
+        for at, segment in enumerate(segments):
             child = children_of(module).get(segment)
-            if child is None:
-                if segment in _TRANSPARENT or (
-                    segment == "module" and not used and module is not self.root
-                ):
-                    rest = after
-                    continue
-                break
-            module = _unwrapped(child)
-            used.append(segment)
-            rest = after
-        return module, ".".join(used), rest
+            if child is not None:
+                module = _unwrapped(child)
+                used.append(segment)
+            elif segment not in _TRANSPARENT and (
+                segment != "module" or used or module is self.root
+            ):
+                return module, ".".join(used), ".".join(segments[at:])
+        return module, ".".join(used), ""
 
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
@@ -281,8 +277,8 @@ class ModuleTree:
         if hits:
             return [self.place(path, module) for path, module in hits]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
-        cut = re.search(r"(#\d+)?(\.(input|output)([.\[].*)?)?$|#\d+.*$|\[.*$", pattern)
-        tail = parse_tail(pattern[cut.start() :]) if cut is not None and cut.group() else None
+        cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
+        tail = None if cut is None else parse_tail(pattern[cut.start() :])
         if tail is not None and cut is not None:
             regex = compile_glob(pattern[: cut.start()])
             hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
@@ -366,7 +362,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
         children = children_of(module)
         inner = None
-        if not _TRANSPARENT.isdisjoint(children):
+        if not children.keys().isdisjoint(_TRANSPARENT):  # and not through all the children
             inner = next(children[name] for name in children if name in _TRANSPARENT)
         elif "module" in children and type(module).__name__ in _FORWARDING:
             inner = children["module"]

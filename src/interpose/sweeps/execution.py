@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ from interpose.edits.subspace import project_cap, project_out
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
-from interpose.sweeps.answers import only
+from interpose.sweeps.answers import Kept, only
 from interpose.sweeps.cells import Cell, Change, Changes, Row, acted, patch, sent
-from interpose.sweeps.metrics import Examples, Metric, all_looked_at, kept_by
+from interpose.sweeps.metrics import Examples, Metric, all_looked_at, function, kept_by
+from interpose.sweeps.narrowing import Filled, Looks, looked_at, together
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
 from interpose.sweeps.proof import Proof, others_listen, prove, strangers
@@ -60,9 +62,10 @@ class Task:
     whole_logits: bool
 
     @property
-    def keep(self) -> int | None:
-        """How many logits from the end are computed; None for all."""
-        return None if self.whole_logits else kept_by(self.metrics)
+    def open(self) -> list[function]:
+        """Functions of which it is not known what they look at."""
+        some = [metric for metric in self.metrics if isinstance(metric, function)]
+        return [] if self.whole_logits else [metric for metric in some if metric.is_open]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +103,17 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
     examples = Examples(
         model=task.model, tokens=given["input_ids"], numbers=batch.numbers, total=task.total
     )
-    columns = None
-    if not proof.answers and not task.whole_logits:
-        columns = all_looked_at(task.metrics, examples)
-    with only(task.model, columns, finer=not proof.finer):
+    kept = columns = filled = None
+    if not task.whole_logits and not task.open:
+        kept = Kept.last(kept_by(task.metrics), picked=not proof.answers)
+        columns = None if proof.answers else all_looked_at(task.metrics, examples)
+    with ExitStack() as stack:
+        stack.enter_context(only(task.model, columns, kept=kept, finer=not proof.finer))
         base = refer(
             task.model,
             task.tower,
             given,
-            task.keep,
+            kept,
             other=other,
             sites=list(dict.fromkeys(cell.site for cell in task.cells)),
             cached=plan == "wavefront" and not proof.prefix,
@@ -118,22 +123,32 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
         task.tally.plan, task.tally.why = plan, why
         runs = 1 if other is None else 2
         task.tally.add(base.forwards, runs * base.batch * base.length * len(task.tower.blocks))
-        clean = base.other if backwards else base.logits
-        mine = replace(examples, columns=columns, clean=clean, mask=given.get("attention_mask"))
-        theirs = mine
-        if other is not None:
-            mask = other.get("attention_mask")
-            theirs = replace(mine, tokens=other["input_ids"], mask=mask)
-        for examples in (mine, theirs):
-            _must_look_at_text(task.metrics, examples)
+        first = batch.first if task.edit is None else 0
+        looks = _looks(task, base, proof, examples) if task.open else None
+        if looks is not None and _hold(task, base, looks, examples, first):
+            columns, filled = looks.columns, Filled(looks, *base.logits.shape[1:])
+            base.see(looks, picked=not proof.answers)
+            stack.enter_context(only(task.model, columns, kept=base.kept))
+        examples = replace(
+            examples,
+            columns=columns,
+            filled=filled,
+            clean=base.other if backwards else base.logits,
+            mask=given.get("attention_mask"),
+        )
         own = (
             base.logits.dtype if columns is None else task.model.anatomy.unembed.module.weight.dtype
         )
-        ends = [_End.of(given, Reading.of(task.metrics, mine, own), base.logits)]
+        ends = [_End.of(task, given, examples, base.logits, own)]
         if other is not None:
-            ends.append(_End.of(other, Reading.of(task.metrics, theirs, own), base.other))
-        first = batch.first if task.edit is None else 0
+            mask = other.get("attention_mask")
+            theirs = replace(examples, tokens=other["input_ids"], mask=mask)
+            ends.append(_End.of(task, other, theirs, base.other, own))
         found = _rows(task, base, ends, proof, first, step)
+        lost = found.values.isnan() & ~found.base[:, :, None].isnan()
+        if filled is not None and bool(lost.any()):
+            stack.close()  # a row in which some function looks elsewhere
+            return run(replace(task, whole_logits=True), batch, lambda _: None)
         second = ends[-1].metrics[:, :, 0].cpu()
         sides = (second, found.base) if backwards else (found.base, second)
         parts = precisions(base.logits, columns, own)
@@ -146,6 +161,46 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
         )
 
 
+def _looks(task: Task, base: Reference, proof: Proof, examples: Examples) -> Looks | None:
+    """What metrics look at in the reference runs, some of which are functions; None for all logits."""
+    runs = [base.logits] if base.other is base.logits else [base.logits, base.other]
+    found = [looked_at(one.of, runs) for one in task.open]
+    others = [one for one in task.metrics if one not in task.open]
+    last = Kept.last(kept_by(others)) if others else None
+    if None in found or (others and last is None):
+        return None
+    looks = together([one for one in found if one is not None])
+    places, columns = looks.positions, looks.columns
+    if last is not None:  # these count positions from the end
+        places = tuple(range(min(places[0], last.positions[0]), 0))
+        theirs = all_looked_at(others, examples)
+        both = columns is not None and theirs is not None
+        columns = torch.cat([columns, theirs]).unique() if both else None  # type: ignore[list-item]
+    if proof.answers or base.logits.dtype.itemsize == 2:
+        columns = None
+    return Looks(places, columns)
+
+
+def _hold(task: Task, base: Reference, looks: Looks, examples: Examples, first: int) -> bool:
+    """Whether functions look at no more in rows of some cells, which are run with all logits."""
+    order = [n for n, cell in enumerate(task.cells) if cell.pos is None or cell.pos >= first]
+    if not order:
+        return True
+    cells = sorted({order[len(order) // 2], order[-1]})
+    cells = cells[:1] if task.tally.plan == "one per cell" else cells
+    rows = [Row(cell, example) for cell in cells for example in range(base.batch)]
+    logits = _pass(task, base, task.cells, rows, _change(task, base), 0)
+    filled = Filled(looks, *logits.shape[1:])
+    numbers = torch.arange(base.batch, device=logits.device)
+    for one in task.open:
+        whole, part = one.bind(examples), one.bind(replace(examples, filled=filled))
+        for some in logits.split(base.batch):
+            said, again = whole(some, numbers), part(looks.of(some), numbers)
+            if not bool(((said == again) | (said.isnan() & again.isnan())).all()):
+                return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class _End:
     """One of the two runs that a sweep goes between: what the module takes, what reads it, and its metrics."""
@@ -156,7 +211,15 @@ class _End:
     """[precision, metric, 1, example]."""
 
     @staticmethod
-    def of(inputs: Mapping[str, Tensor], read: Reading, logits: Tensor) -> _End:
+    def of(
+        task: Task,
+        inputs: Mapping[str, Tensor],
+        examples: Examples,
+        logits: Tensor,
+        own: torch.dtype,
+    ) -> _End:
+        _must_look_at_text(task.metrics, examples)
+        read = Reading.of(task.metrics, examples, own)
         return _End(inputs, read, read(logits))
 
 
@@ -242,7 +305,7 @@ def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grai
                 task.model,
                 layers,
                 end.inputs,
-                task.keep,
+                base.kept,
                 times=len(some),
                 first=first,
                 grain=grain,
@@ -327,7 +390,7 @@ def _pass(
 ) -> Tensor:
     """One pass of the plan, counted: the logits of its rows."""
     begin = start if task.tally.plan == "wavefront" else None
-    ran = run_rows(task.model, task.tower, base, cells, rows, change, task.keep, start=begin)
+    ran = run_rows(task.model, task.tower, base, cells, rows, change, base.kept, start=begin)
     task.tally.add(1, ran.token_layers)
     return _whole(base, ran.logits, rows)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from interpose.files.schema import ANYTHING, MapOf, Place, record_of, shown
 from interpose.models.running.forward import next_token_loss
+from interpose.sweeps.narrowing import Filled
 
 Word = str | int
 """A token, as a string or an id."""
@@ -33,6 +34,7 @@ class Examples:
         numbers: the place of each in the whole dataset.
         total: how many examples the dataset has.
         columns: the tokens whose logits were computed, in order; None for all.
+        filled: makes all logits of those that were computed, for functions; None where all were.
         clean: logits of the clean run, [example, kept, d_vocab or column].
         mask: [example, pos], 0 where there is padding; None if there is none.
     """
@@ -42,6 +44,7 @@ class Examples:
     numbers: Sequence[int]
     total: int
     columns: Tensor | None = None
+    filled: Filled | None = None
     clean: Tensor | None = None
     mask: Tensor | None = None
 
@@ -290,12 +293,23 @@ class function(Metric):
         """It knows nothing of rows."""
         return True
 
-    def bind(self, examples: Examples) -> Measure:  # noqa: ARG002
-        """The function itself; what it returns must fit."""
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not said what it looks at."""
+        return self.last is None
+
+    def bind(self, examples: Examples) -> Measure:
+        """The function itself, called with logits of its own; what it returns must fit."""
+        fill = examples.filled if self.is_open else None
 
         def measure(logits: Tensor, rows: Tensor) -> Tensor:
             seen = logits if self.last is None else logits[:, -self.last :]
+            if fill is not None:
+                seen = fill(seen)
+            elif not seen.requires_grad:
+                seen = seen.clone()
             found = torch.as_tensor(self.of(seen)).float()
+            found = found.clone() if fill is not None else found
             if found.shape == () and len(rows) == 1:
                 found = found[None]
             if found.shape != rows.shape:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from interpose.engine.points import HookPoint
 from interpose.models.running.trial import first_tensor
+from interpose.sweeps.answers import Kept
 from interpose.sweeps.reference import no_cache, wanted_logits
 
 DRAWS = 16
@@ -45,7 +46,7 @@ def blurred_logits(
     model: Any,
     layers: int,
     inputs: Mapping[str, Tensor],
-    keep: int | None,
+    kept: Kept | None,
     *,
     times: int,
     first: int,
@@ -58,7 +59,7 @@ def blurred_logits(
         model: the model, in eval mode.
         layers: how many blocks it has.
         inputs: what the module takes, each [example, pos].
-        keep: how many logits from the end are wanted; None for all.
+        kept: which positions' logits are wanted; None for all.
         times: how many draws, which run together.
         first: the position from which on the stream is blurred.
         grain: by how much, as a share of each number.
@@ -72,6 +73,6 @@ def blurred_logits(
     sites = [f"blocks.{layer}.hook_resid_pre" for layer in range(layers)]
     given = {name: value.repeat(times, 1) for name, value in inputs.items()}
     with model.hooks(fwd_hooks=[(site, blur) for site in sites]):
-        output = model.module(**given, **wanted_logits(model, keep), **no_cache(model))
+        output = model.module(**given, **wanted_logits(model, kept), **no_cache(model))
     logits = first_tensor(output)
-    return logits if keep is None else logits[:, -keep:]
+    return logits if kept is None else kept.taken(logits)

@@ -13,7 +13,7 @@ from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import foreign_hooks, home_of, known
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.weights.weights import main_tower
-from interpose.sweeps.answers import can_be_picked, only, others_look
+from interpose.sweeps.answers import Kept, can_be_picked, only, others_look
 from interpose.sweeps.cells import Cell, Row, patch
 from interpose.sweeps.reference import refer
 from interpose.sweeps.wavefront import run_rows
@@ -28,7 +28,7 @@ class Proof:
     wavefront: str = ""
     prefix: str = ""
     answers: str = ""
-    """Why logits cannot be computed for some tokens alone."""
+    """Why logits cannot be computed for some tokens and positions alone."""
     finer: str = ""
     """Why, if they can, not in float32 beside the model's own in 16 bits."""
 
@@ -139,19 +139,20 @@ def _allowed(single: Tensor, base: Tensor) -> float:
 
 
 def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
-    """Whether the logits of some tokens are those of the unembedding's columns, whatever comes after it."""
+    """Whether logits of some tokens and positions are those of the unembedding's columns, whatever comes after it."""
     if not can_be_picked(model) or others_look(model):
         return "the unembedding is no plain linear map, or hooks of torch are on it"
-    some = torch.tensor([2, 5], device=tokens.device)
+    some, kept = torch.tensor([2, 5], device=tokens.device), Kept((-3, -1), picked=True)
     try:
-        with only(model, some):
+        with only(model, some, kept=kept):
             found = first_tensor(model.module(input_ids=tokens))
     except (
         Exception
     ) as error:  # whatever the model's own code raises, or somebody's hook on its unembedding
         return f"an unembedding of some tokens raises {type(error).__name__}: {error}"
     small = 64 * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    same = found.shape[-1] == 2 and float((found - logits[..., some]).abs().max()) <= small
+    wanted = kept.of(logits)[..., some]
+    same = found.shape == wanted.shape and float((found - wanted).abs().max()) <= small
     return "" if same else "logits are more than the unembedding's columns"
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.running import padding
 from interpose.models.running.trial import first_tensor
+from interpose.sweeps.answers import Kept
+from interpose.sweeps.narrowing import Looks
 from interpose.taps import values
 from interpose.taps.tap import named_arguments
 
@@ -30,6 +32,7 @@ class Reference:
         inputs: what the module takes, each [batch, pos].
         streams: the stream that enters each block, [batch, pos, d_model].
         logits: those that metrics look at, [batch, kept, d_vocab].
+        kept: at which positions; None for all.
         source: the other run's values by site, [batch, pos, ...]; empty if there is none.
         other: the other run's logits; the base's if there is none.
         shells: what each block returns, without tensors.
@@ -44,6 +47,7 @@ class Reference:
     other: Tensor
     shells: list[Any]
     sizes: set[int]
+    kept: Kept | None = None
     forwards: int = 1
     cache: Any = None
     _prefixes: dict[int, Any] = field(default_factory=dict)
@@ -64,6 +68,13 @@ class Reference:
         layers = getattr(self.cache, "layers", [])
         return bool(layers) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
 
+    def see(self, looks: Looks, *, picked: bool) -> None:
+        """Keep the logits that are looked at, of all."""
+        one = self.other is self.logits
+        self.kept = Kept(looks.positions, picked=picked)
+        self.logits = looks.of(self.logits)
+        self.other = self.logits if one else looks.of(self.other)
+
     def prefix(self, model: Any, end: int) -> Any:
         """A KV cache of the positions before ``end``."""
         if self.grows:
@@ -83,7 +94,7 @@ def refer(
     model: Any,
     tower: Tower,
     base: Inputs,
-    keep: int | None,
+    kept: Kept | None,
     *,
     other: Inputs | None = None,
     sites: Sequence[str] = (),
@@ -97,7 +108,7 @@ def refer(
         model: the model, in eval mode; gradients off.
         tower: its blocks.
         base: the texts that are changed.
-        keep: how many logits from the end metrics look at; None for all.
+        kept: which positions' logits metrics look at; None for all.
         other: the texts that values come from.
         sites: of which values.
         cached: also keep keys and values.
@@ -106,35 +117,36 @@ def refer(
     """
     together = other is not None and set(other) == set(base) and not apart
     given = {name: torch.cat([base[name], other[name]]) for name in base} if together else base  # type: ignore[index]
-    kept = _Kept()
+    passed = _Kept()
     caching = {"use_cache": True} if cached else no_cache(model)
-    extra = {**wanted_logits(model, keep), **caching}
+    extra = {**wanted_logits(model, kept), **caching}
     # Behind the hooks of others the stream is another one than rows begin with.
     kept_anyway = () if behind else {site for site in sites if site.endswith("hook_resid_pre")}
     read = [] if other is None else [site for site in sites if site not in kept_anyway]
-    with kept.listening(tower):
+    with passed.listening(tower):
         output, found = _run(model, given, read if together else [], extra)
-    logits, batch = _last(output, keep), base["input_ids"].shape[0]
+    logits, batch = _taken(output, kept), base["input_ids"].shape[0]
     made = Reference(
         inputs=dict(base),
-        streams=[stream[:batch] for stream in kept.streams],
+        streams=[stream[:batch] for stream in passed.streams],
         logits=logits[:batch],
         source={},
         other=logits[batch:] if together else logits,
-        shells=kept.shells,
-        sizes=kept.sizes,
+        shells=passed.shells,
+        sizes=passed.sizes,
+        kept=kept,
         cache=_of_rows(getattr(output, "past_key_values", None), batch) if cached else None,
     )
     if other is not None and not together:
-        kept = _Kept()
-        with kept.listening(tower):
+        passed = _Kept()
+        with passed.listening(tower):
             output, found = _run(
-                model, other, read, {**wanted_logits(model, keep), **no_cache(model)}
+                model, other, read, {**wanted_logits(model, kept), **no_cache(model)}
             )
-        made.other, made.forwards, batch = _last(output, keep), 2, 0
+        made.other, made.forwards, batch = _taken(output, kept), 2, 0
     for site in sites if other is not None else ():
         layer = site.removesuffix(".hook_resid_pre").rpartition(".")[2]
-        value = kept.streams[int(layer)] if site in kept_anyway else found[site]
+        value = passed.streams[int(layer)] if site in kept_anyway else found[site]
         made.source[site] = value[batch:]
     return made
 
@@ -148,9 +160,9 @@ def _run(
     return output, cache
 
 
-def _last(output: Any, keep: int | None) -> Tensor:
+def _taken(output: Any, kept: Kept | None) -> Tensor:
     logits = first_tensor(output)
-    return logits if keep is None else logits[:, -keep:]
+    return logits if kept is None else kept.taken(logits)
 
 
 class _Kept:
@@ -201,10 +213,11 @@ def _nothing(tensor: Tensor) -> Any:  # noqa: ARG001
 # Arguments and KV caches.
 
 
-def wanted_logits(model: Any, count: int | None) -> dict[str, Any]:
+def wanted_logits(model: Any, kept: Kept | int | None) -> dict[str, Any]:
     """The argument that asks for the last logits alone, where the module has it; None asks for all."""
-    accepted = count is not None and padding.accepts(model, "logits_to_keep")
-    return {"logits_to_keep": count} if accepted else {}
+    if kept is None or not padding.accepts(model, "logits_to_keep"):
+        return {}
+    return {"logits_to_keep": kept.count if isinstance(kept, Kept) else kept}
 
 
 def no_cache(model: Any) -> dict[str, Any]:

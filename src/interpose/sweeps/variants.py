@@ -23,6 +23,7 @@ from interpose.models.running.masks import remember
 from interpose.progress import Progress, ShowProgress
 from interpose.sites.tree import Site
 from interpose.sweeps import prompts
+from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
 from interpose.sweeps.metrics import Examples, Metric, as_metric
@@ -72,6 +73,7 @@ def run_variants(
     names_filter: Any = (),
     return_type: str | None = "logits",
     hooks: Sequence[Any] = (),
+    clean_logits: Tensor | None = None,
     prepend_bos: bool | None = None,
     max_rows: int | None = None,
     progress: ShowProgress | Progress = True,
@@ -96,6 +98,7 @@ def run_variants(
         names_filter: sites whose values are kept of each variant, as in ``run_with_cache``.
         return_type: None if only these are wanted: runs end after the last of them.
         hooks: changes that all runs have, the one as it is too. Functions get the rows of one variant at a time.
+        clean_logits: what metrics that compare with a run compare with (`ip.metrics.kl`); by default the run as it is.
         prepend_bos: as in ``to_tokens``, for texts.
         max_rows: how many rows run together, at most; as many as fit by default. Those of a variant always do.
         progress: as in `ip.sweep`; or a bar that is open already.
@@ -127,6 +130,7 @@ def run_variants(
         names_filter=names_filter,
         stop=return_type is None,
         hooks=hooks,
+        clean_logits=clean_logits,
         max_rows=max_rows,
         progress=progress,
         numbers=numbers,
@@ -139,6 +143,7 @@ class VariantRuns:
 
     Attributes:
         base: the run as it is.
+        layers: how many blocks the model has.
         tally: what was computed until now; it prints as the plan.
     """
 
@@ -152,6 +157,7 @@ class VariantRuns:
         names_filter: Any = (),
         stop: bool = False,
         hooks: Sequence[Any] = (),
+        clean_logits: Tensor | None = None,
         max_rows: int | None = None,
         progress: ShowProgress | Progress = False,
         numbers: Sequence[int] | None = None,
@@ -167,9 +173,9 @@ class VariantRuns:
         if stop and (metric is not None or not self.sites):
             raise ValueError("return_type=None goes with names_filter=..., and without a metric.")
         self.metric = None if metric is None else as_metric(metric)
-        self.keep = self.metric.keep if self.metric else 1 if stop else None
+        self.kept = Kept.last(self.metric.keep if self.metric else 1 if stop else None)
         self.tower = tower_of(model)
-        self._layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
+        self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
         shared = [act for item in hooks for act in _acts(model, item)]
         self._placed = [self._place(variant, shared) for variant in variants]
@@ -179,10 +185,10 @@ class VariantRuns:
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
         self.tally = Tally(plan=plan, why=why)
         self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
-            self.length * self._layers
+            self.length * self.layers
         )
         with torch.no_grad():
-            self._begin(numbers, total)
+            self._begin(numbers, total, clean_logits)
 
     # What there is.
 
@@ -222,7 +228,9 @@ class VariantRuns:
 
     # Running.
 
-    def _begin(self, numbers: Sequence[int] | None, total: int | None) -> None:
+    def _begin(
+        self, numbers: Sequence[int] | None, total: int | None, clean: Tensor | None
+    ) -> None:
         """The run as it is."""
         names = [site.canonical for site in self.sites]
         if self.tally.plan == "one per cell":
@@ -231,7 +239,7 @@ class VariantRuns:
             assert self.tower is not None
             reader = Reader(names)
             with self.model.hooks([*self._hooks, reader] if names else self._hooks):
-                self._reference = refer(self.model, self.tower, self.inputs, self.keep)
+                self._reference = refer(self.model, self.tower, self.inputs, self.kept)
             logits, cache = self._reference.logits, self._cache(reader.values)
             self._reads = Reads(
                 sites={site.canonical: site.layer or 0 for site in self.sites},
@@ -240,7 +248,7 @@ class VariantRuns:
             )
             placed = self._placed
             self._change = acted(lambda number, site: placed[number].acts[site], self.inputs)
-        self.tally.add(1, self.batch * self.length * self._layers)
+        self.tally.add(1, self.batch * self.length * self.layers)
         self._measure = None
         if self.metric is not None:
             examples = Examples(
@@ -248,7 +256,7 @@ class VariantRuns:
                 tokens=self.inputs["input_ids"],
                 numbers=range(self.batch) if numbers is None else numbers,
                 total=total or self.batch,
-                clean=logits,
+                clean=logits if clean is None else clean,
                 mask=self.inputs.get("attention_mask"),
             )
             self._measure = self.metric.bind(examples)
@@ -285,7 +293,7 @@ class VariantRuns:
             self._placed,
             [Row(number, one) for number, examples in zip(some, of) for one in examples],
             self._change,
-            self.keep,
+            self.kept,
             start=0 if self.tally.plan == "wavefront" else None,
             reads=self._reads,
         )
@@ -304,12 +312,12 @@ class VariantRuns:
         examples = self._examples(variant)
         given = {name: value[examples] for name, value in self.inputs.items()}
         logits, cache = self._whole(given, [*self._hooks, *variant.changes])
-        self.tally.add(1, len(examples) * self.length * self._layers)
+        self.tally.add(1, len(examples) * self.length * self.layers)
         return VariantRun(number, logits, cache, *self._measured(logits, [examples]))
 
     def _whole(self, given: Mapping[str, Tensor], hooks: list[Any]) -> tuple[Tensor, Cache]:
         """The logits of a run by itself, and the values asked for."""
-        extra = wanted_logits(self.model, self.keep)
+        extra = wanted_logits(self.model, self.kept)
         extra["return_type"] = None if self.stop else "logits"
         if not self.sites:
             logits = self.model.run_with_hooks(given, hooks=hooks, **extra)
@@ -321,7 +329,7 @@ class VariantRuns:
             )
         if logits is None:
             return torch.empty(0, 0, 0), cache
-        return (logits if self.keep is None else logits[:, -self.keep :]), cache
+        return (logits if self.kept is None else self.kept.taken(logits)), cache
 
     def _cache(self, found: Mapping[str, Tensor]) -> Cache:
         """Values as `run_with_cache` has them: by any name of their sites."""
@@ -345,7 +353,7 @@ class VariantRuns:
         if variant.example is not None and not 0 <= variant.example < self.batch:
             raise IndexError(f"a variant is of example {variant.example}, and {self.batch} run.")
         own = [act for item in variant.changes for act in _acts(self.model, item)]
-        layer = min((act.layer for act in own), default=self._layers - 1)
+        layer = min((act.layer for act in own), default=self.layers - 1)
         acts: dict[str, list[_Act]] = {}
         for act in (*shared, *own):
             # What all runs have in earlier blocks is in the stream that a row begins with.

@@ -23,6 +23,7 @@ from interpose.models.discovery.anatomy import Block, Tower
 from interpose.models.running.segment import Stopped, stopping
 from interpose.models.running.start import Here
 from interpose.models.running.trial import first_tensor
+from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import (
     Change,
     Changes,
@@ -96,7 +97,7 @@ def run_rows(
     cells: Sequence[Changes],
     rows: Sequence[Row],
     change: Change,
-    keep: int | None,
+    kept: Kept | None,
     *,
     start: int | None,
     reads: Reads = NOTHING,
@@ -110,17 +111,17 @@ def run_rows(
         cells: by number; a row may change several sites.
         rows: in any order.
         change: what each row's cell does at a site.
-        keep: how many logits from the end are wanted; None for all.
+        kept: which positions' logits are wanted; None for all.
         start: the first position that a wavefront computes; None for whole runs from the first layer on.
         reads: what is read of them besides logits.
     """
     order = in_order(cells, rows)
     ordered = [rows[number] for number in order]
     if start is None:
-        ran = _plain(model, tower, base, cells, ordered, change, keep, reads)
+        ran = _plain(model, tower, base, cells, ordered, change, kept, reads)
     else:
         ran = Wavefront(
-            model, tower, base, cells, ordered, start=start, change=change, keep=keep, reads=reads
+            model, tower, base, cells, ordered, start=start, change=change, kept=kept, reads=reads
         ).run()
     if order == list(range(len(order))):
         return ran
@@ -137,7 +138,7 @@ def _plain(
     cells: Sequence[Changes],
     rows: Sequence[Row],
     change: Change,
-    keep: int | None,
+    kept: Kept | None,
     reads: Reads,
 ) -> Ran:
     """Rows that run from the first layer and position on."""
@@ -148,12 +149,12 @@ def _plain(
         (site, _at(prepared, chosen)) for site, chosen in changed_at(cells, rows, device).items()
     ]
     reader = Reader(list(reads.sites))
-    given |= {**wanted_logits(model, keep), **no_cache(model)}
+    given |= {**wanted_logits(model, kept), **no_cache(model)}
     with model.hooks([*hooks, reader] if reads.sites else hooks):
         logits = _run(model, tower, given, reads.end)
     layers = len(tower.blocks) if reads.end is None else reads.end
     return Ran(
-        logits=logits if keep is None else logits[:, -keep:],
+        logits=logits if kept is None else kept.taken(logits),
         token_layers=len(rows) * base.length * layers,
         values=reader.values,
     )
@@ -191,7 +192,7 @@ class Wavefront:
         rows: in the order of the first layers they change.
         start: the first position that is computed; those before come from the base's KV cache.
         change: what each row's cell does at its site.
-        keep: how many logits from the end are wanted; None for all from ``start`` on.
+        kept: which positions' logits are wanted; None for all from ``start`` on.
         reads: what is read of rows besides logits.
     """
 
@@ -205,7 +206,7 @@ class Wavefront:
         *,
         start: int,
         change: Change,
-        keep: int | None,
+        kept: Kept | None,
         reads: Reads = NOTHING,
     ) -> None:
         self.reads = reads
@@ -215,7 +216,7 @@ class Wavefront:
         self.cells = cells
         self.rows = list(rows)
         self.start = start
-        self.keep = keep
+        self.kept = kept
         layers = [cells[row.cell].layer for row in rows]
         self.first = layers[0]
         self.here: Here | None = None
@@ -258,10 +259,10 @@ class Wavefront:
                         self._narrow(layer, block), prepend=True, with_kwargs=True
                     )
                     stack.callback(handle.remove)
-            logits = _run(self.model, self.tower, given, self.reads.end)
+            logits = _run(self.model, self.tower, given, self.reads.end)[: len(self.rows)]
         values = {site: self._read(site, reader.values) for site in self.reads.sites}
         return Ran(
-            logits=logits[: len(self.rows), -self.keep if self.keep else 0 :],
+            logits=logits if self.kept is None else self.kept.taken(logits),
             token_layers=self.token_layers,
             values=values,
         )
@@ -278,7 +279,7 @@ class Wavefront:
         for name, value in self.base.inputs.items():
             rows = value[self.examples]
             given[name] = rows if name == "attention_mask" else rows[:, self.start :]
-        given |= wanted_logits(self.model, self.keep)
+        given |= wanted_logits(self.model, self.kept)
         if self.start == 0:
             return given | no_cache(self.model)
         cache = self.base.prefix(self.model, self.start)

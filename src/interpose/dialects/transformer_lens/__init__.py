@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+    from interpose.dialects.transformer_lens.cache import (
+        TransformerLensKeyValueCache,
+        TransformerLensKeyValueCacheEntry,
+    )
     from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
     from interpose.dialects.transformer_lens.hook_points import HookPoint
     from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
         HookedTransformer,
         HookedTransformerConfig,
         TransformerBridge,
+    )
+    from interpose.dialects.transformer_lens.past_key_value_caching import (
+        HookedTransformerKeyValueCache,
+        HookedTransformerKeyValueCacheEntry,
     )
     from interpose.dialects.transformer_lens.svd_interpreter import SVDInterpreter
 
@@ -32,10 +40,23 @@ _HOME_OF = {
     "HookedRootModule": "hooked_root_module",
     "HookedTransformer": "hooked_transformer",
     "HookedTransformerConfig": "hooked_transformer",
+    "HookedTransformerKeyValueCache": "past_key_value_caching",
+    "HookedTransformerKeyValueCacheEntry": "past_key_value_caching",
     "SVDInterpreter": "svd_interpreter",
     "TransformerBridge": "hooked_transformer",
+    "TransformerLensKeyValueCache": "cache",
+    "TransformerLensKeyValueCacheEntry": "cache",
 }
-_MODULES = ("evals", "head_detector", "hook_points", "patching", "train", "utilities", "utils")
+_MODULES = (
+    "cache",
+    "evals",
+    "head_detector",
+    "hook_points",
+    "patching",
+    "train",
+    "utilities",
+    "utils",
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -61,8 +82,13 @@ __all__ = [
     "HookedRootModule",
     "HookedTransformer",
     "HookedTransformerConfig",
+    "HookedTransformerKeyValueCache",
+    "HookedTransformerKeyValueCacheEntry",
     "SVDInterpreter",
     "TransformerBridge",
+    "TransformerLensKeyValueCache",
+    "TransformerLensKeyValueCacheEntry",
+    "cache",
     "evals",
     "head_detector",
     "hook_points",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose import names
+from interpose.dialects.transformer_lens.cache.going_on import run_after
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_processing import LensProcessing
@@ -25,7 +26,11 @@ from interpose.dialects.transformer_lens.lens_text import (
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
-from interpose.dialects.transformer_lens.published import bridge_prepends_bos
+from interpose.dialects.transformer_lens.published import (
+    WITHOUT_BOS,
+    WITHOUT_BOS_IN_OLD_CLASSES,
+    prepends_bos,
+)
 from interpose.dialects.transformer_lens.scratch.model import build, read, saved
 from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
@@ -68,6 +73,8 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         processor: for text with images or sound.
     """
 
+    _without_bos: frozenset[str] | None = WITHOUT_BOS_IN_OLD_CLASSES
+
     def __init__(
         self,
         cfg: HookedTransformerConfig | dict[str, Any] | nn.Module,
@@ -85,6 +92,8 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         tokenizer = own_tokenizer(tokenizer, default_padding_side)
         super().__init__(module, tokenizer=tokenizer, processor=processor)  # type: ignore[arg-type]
         self._padding_side = default_padding_side
+        if self._without_bos is not None:
+            self._prepends_bos = prepends_bos(module, self._without_bos)
         if isinstance(module, Transformer):
             self._lens_cfg = module.cfg
 
@@ -127,7 +136,8 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
             n_devices: more than one spreads the layers (transformers' ``device_map="auto"``).
             tokenizer: instead of the model's own.
             fold_value_biases: the biases of values go into those of outputs; as ``fold_ln``.
-            default_prepend_bos: whether texts begin with a BOS token unless said otherwise; by default they do.
+            default_prepend_bos: whether texts begin with a BOS token unless said otherwise; by default they do, but
+                those of GPT-NeoX, BLOOM, Qwen and Phi.
             default_padding_side: where shorter texts of a batch are padded; by default where the tokenizer does.
             dtype: of the weights.
             **options: for transformers' ``from_pretrained``.
@@ -179,10 +189,16 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         return found
 
     def __call__(self, input: Any = None, *second: Any, **kwargs: Any) -> Any:
-        """Run the model; further arguments are the ``return_type`` and so on, ``tokens`` those of a residual."""
+        """Run the model; further arguments are the ``return_type`` and so on, ``tokens`` those of a residual.
+
+        With ``past_kv_cache`` it goes on from what is in a `TransformerLensKeyValueCache`.
+        """
         kwargs |= zip(("return_type", "loss_per_token", "prepend_bos", "padding_side"), second)
         if "tokens" in kwargs:
             kwargs["input_ids"] = kwargs.pop("tokens")
+        past = kwargs.pop("past_kv_cache", None)
+        if past is not None:
+            return run_after(self, past, super().__call__, input, **kwargs)
         return super().__call__(input, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,11 +247,8 @@ class TransformerBridge(HookedTransformer):
     """
 
     compatibility_mode = False
+    _without_bos = WITHOUT_BOS
     _masked_is_infinite = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._prepends_bos = bridge_prepends_bos(self.module)
 
     @classmethod
     def boot_transformers(
@@ -346,7 +359,7 @@ class TransformerBridge(HookedTransformer):
 class HookedEncoder(HookedTransformer):
     """An encoder such as BERT; ``return_type="predictions"`` names the likeliest word at each mask."""
 
-    _prepends_bos = None
+    _without_bos = None
 
     def __call__(self, input: Any = None, *, return_type: Any = "logits", **kwargs: Any) -> Any:
         """Run the encoder: logits of the masked-language head, or its words for the masks."""
@@ -361,7 +374,7 @@ class HookedEncoder(HookedTransformer):
 class HookedEncoderDecoder(HookedTransformer):
     """An encoder-decoder such as T5: ``model(text, decoder_input=tokens)``."""
 
-    _prepends_bos = None
+    _without_bos = None
 
     def __call__(self, input: Any = None, decoder_input: Any = None, **kwargs: Any) -> Any:
         """Run encoder and decoder."""

@@ -250,6 +250,8 @@ class LensHooks(TransformerModel):
             wanted: Any = self._everything()
         else:
             wanted = self._filter(names_filter)
+        if kwargs.get("past_kv_cache") is not None:
+            kwargs.setdefault("stop", False)  # every layer adds to it
         output, cache = super().run_with_cache(
             *args,
             names_filter=wanted,

@@ -26,7 +26,7 @@ from interpose.taps.context import current
 class LensText(FromScratch):
     """The part of a `HookedTransformer` that reads and writes text."""
 
-    _prepends_bos: bool | None = True
+    _prepends_bos: bool | None = None
     _padding_side: str | None = None
 
     @property

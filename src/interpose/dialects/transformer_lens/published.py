@@ -15,8 +15,16 @@ WITHOUT_BOS = frozenset(
 )
 """Types of models before whose texts TransformerLens 4.3's bridge puts no BOS token."""
 
+WITHOUT_BOS_IN_OLD_CLASSES = frozenset("bloom gpt_neox phi qwen2 qwen3".split())
+"""The same, of the classes that TransformerLens 3.5.1 had besides."""
 
-def bridge_prepends_bos(module: Any) -> bool:
-    """Whether TransformerLens 4.3's bridge begins the texts of a model with a BOS token."""
+
+def prepends_bos(module: Any, without: frozenset[str]) -> bool:
+    """Whether the texts of a model begin with a BOS token.
+
+    Args:
+        module: the model.
+        without: the types of models whose texts do not.
+    """
     config = getattr(module, "config", None)
-    return getattr(config, "model_type", None) not in WITHOUT_BOS
+    return getattr(config, "model_type", None) not in without

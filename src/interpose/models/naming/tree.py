@@ -11,8 +11,9 @@ from torch import nn
 
 from interpose import names
 from interpose.errors import AmbiguousSite, NothingMatched, SiteNotFound
-from interpose.explain.missing import explain_missing
+from interpose.explain.missing import LONG, explain_missing
 from interpose.explain.words import nearest
+from interpose.files.schema import shown
 from interpose.models.naming.table import Table
 from interpose.names import Speller
 from interpose.sites.grammar import Tail, compile_glob, is_glob
@@ -166,7 +167,7 @@ class SemanticTree(ModuleTree):
             self._selected[asked] = hits
             return hits
         if names.looks_semantic(name):
-            raise NothingMatched(self._nothing(f"the glob {name!r}"))
+            raise NothingMatched(self._nothing(f"the glob {shown(name, LONG)}"))
         return super().select(name)
 
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
@@ -202,16 +203,14 @@ class SemanticTree(ModuleTree):
             here = ".".join(segments[: at + 1])
         else:
             children = self._children(here)
-        shown = ", ".join(children[:12]) + (
-            f", ... ({len(children)})" if len(children) > 12 else ""
-        )
+        some = ", ".join(children[:12]) + (f", ... ({len(children)})" if len(children) > 12 else "")
         if children and all(child.isdigit() for child in children):
-            shown = f"{len(children)} entries (0..{len(children) - 1})"
+            some = f"{len(children)} entries (0..{len(children) - 1})"
         where = repr(here) if here else self.label
         near = nearest(key, self.table.sites, 0.5)
         hint = f"did you mean {near!r}?" if near else "no name is close to it."
         return (
-            f"no site {name!r} in {self.label}.\n  {where} has: {shown}\n  {hint}   "
+            f"no site {shown(name, LONG)} in {self.label}.\n  {where} has: {some}\n  {hint}   "
             "(list them: model.sites)"
         )
 

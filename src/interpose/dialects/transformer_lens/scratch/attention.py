@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from interpose.dialects.transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
 from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
 from interpose.dialects.transformer_lens.scratch.norms import make_norm
@@ -21,13 +22,17 @@ class Context:
     """What attention needs to know besides the stream.
 
     Attributes:
-        positions: [pos] or [batch, pos].
-        mask: [batch, pos], 0 where there is padding; None if there is none.
+        positions: of queries, [pos] or [batch, pos].
+        of_keys: positions of keys, where there are more of them than queries.
+        past: the keys and values of what was read before, if this run goes on from it.
+        mask: of keys, [batch, pos], 0 where there is padding; None if there is none.
         embedded: position embeddings that queries and keys read besides the stream (shortformer).
         bias: [head, query, key], added to scores.
     """
 
     positions: Tensor
+    of_keys: Tensor | None = None
+    past: TransformerLensKeyValueCache | None = None
     mask: Tensor | None = None
     embedded: Tensor | None = None
     bias: Tensor | None = None
@@ -117,6 +122,8 @@ class Attention(nn.Module):
             context: positions and masks.
         """
         q, k, v = (self._projected(role, normed, inputs.get(role), context) for role in "qkv")
+        if context.past is not None:
+            k, v = context.past[self.layer].append(k, v)
         pattern = self._pattern(q, k, context).to(v.dtype)
         z = self.hook_z((pattern @ self._per_head(v).transpose(1, 2)).transpose(1, 2))
         out = functional.linear(z.flatten(-2), self.W_O.flatten(0, 1).T, self.b_O)
@@ -156,7 +163,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cfg.positional_embedding_type == "rotary":
             q = self.hook_rot_q(self.rotary(q, context.positions))
-            k = self.hook_rot_k(self.rotary(k, context.positions))
+            of_keys = context.positions if context.of_keys is None else context.of_keys
+            k = self.hook_rot_k(self.rotary(k, of_keys))
         if q.dtype.itemsize < 4:
             q, k = q.float(), k.float()
         scores = q.transpose(1, 2) @ self._per_head(k).permute(0, 2, 3, 1) / self.scale
@@ -177,7 +185,7 @@ class Attention(nn.Module):
     def _allowed(self, scores: Tensor, mask: Tensor | None) -> Tensor | None:
         """Who may look at whom, [batch or 1, 1, query, key]; None if everybody at everybody."""
         places = torch.arange(scores.shape[-1], device=scores.device)
-        back = places[:, None] - places
+        back = places[-scores.shape[-2] :, None] - places
         found: Tensor | None = None
         if self.cfg.attention_dir == "causal":
             found = back >= 0

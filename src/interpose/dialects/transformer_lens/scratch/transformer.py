@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from interpose.dialects.transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
 from interpose.dialects.transformer_lens.scratch import initialisation, old_state_dicts
 from interpose.dialects.transformer_lens.scratch.attention import Attention, Context
@@ -187,6 +188,7 @@ class Transformer(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        past_key_values: TransformerLensKeyValueCache | None = None,
     ) -> Tensor:
         """Logits [batch, pos, d_vocab_out].
 
@@ -195,6 +197,7 @@ class Transformer(nn.Module):
             attention_mask: [batch, pos], 0 where there is padding.
             position_ids: [batch, pos]; by default counted from each text's first token.
             inputs_embeds: [batch, pos, d_model], in place of embedded tokens.
+            past_key_values: what was read before; the mask is then of that too.
         """
         if inputs_embeds is None:
             if input_ids is None:
@@ -203,7 +206,7 @@ class Transformer(nn.Module):
                 input_ids = self.hook_tokens(input_ids)
             inputs_embeds = self.embed(input_ids)
         stream = self.hook_embed(inputs_embeds)
-        stream, context = self._placed(stream, attention_mask, position_ids)
+        stream, context = self._placed(stream, attention_mask, position_ids, past_key_values)
         for block in self.blocks:
             stream = block(stream, context)
         logits: Tensor = self.unembed(self.ln_final(stream))
@@ -211,19 +214,28 @@ class Transformer(nn.Module):
         return cap * (logits / cap).tanh() if cap > 0 else logits
 
     def _placed(
-        self, stream: Tensor, mask: Tensor | None, positions: Tensor | None
+        self,
+        stream: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        past: TransformerLensKeyValueCache | None,
     ) -> tuple[Tensor, Context]:
         """The stream with its positions, and what attention is to know of them."""
-        batch, length = stream.shape[:2]
+        batch, new = stream.shape[:2]
+        length = new if past is None else new + int(past[0].past_keys.shape[1])
         if length > self.cfg.n_ctx:
             raise ValueError(
                 f"{length} tokens, and the model has {self.cfg.n_ctx} positions (n_ctx)."
             )
         if mask is not None and bool((mask != 0).all()):
             mask = None
+        of_keys = torch.arange(length, device=stream.device)
+        if mask is not None:
+            of_keys = text_positions(mask)
+            if past is not None:  # what was padding between two texts is none of either
+                of_keys = (mask.cumsum(-1) - 1).clamp(min=0)
         if positions is None:
-            plain = torch.arange(length, device=stream.device)
-            positions = plain if mask is None else text_positions(mask)
+            positions = of_keys[..., -new:]
         embedded = None
         if hasattr(self, "pos_embed"):
             embedded = self.hook_pos_embed(self.pos_embed(positions, batch))
@@ -232,5 +244,8 @@ class Transformer(nn.Module):
         shared = None
         if self.cfg.positional_embedding_type == "relative_positional_bias" and len(self.blocks):
             first: Any = self.blocks[0]
-            shared = first.attn.rel_pos_bias(length)
-        return stream, Context(positions=positions, mask=mask, embedded=embedded, bias=shared)
+            shared = first.attn.rel_pos_bias(length)[:, -new:]
+        keys = of_keys if past is not None else None
+        return stream, Context(
+            positions=positions, of_keys=keys, past=past, mask=mask, embedded=embedded, bias=shared
+        )
