@@ -362,7 +362,7 @@ def test_a_stream_that_is_multiplied_is_no_sum() -> None:
         else:
             factors = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
         assert (branch.keeps, branch.multiplier) == pytest.approx(factors, rel=1e-5)
-    with pytest.raises(ip.Unsupported, match="multiplies the stream itself in model.layers.0"):
+    with pytest.raises(ip.Unsupported, match=r"multiplies the stream itself in model\.layers\.0"):
         model.stream.must_add_up()
 
 
