@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
         )
     print(heads.tally)
     for name, result in (("stream", stream), ("heads", heads)):
-        print(f"{name}: {result.save_html(folder / f'sweep_{name}.html')}")
+        print(f"{name}: {result.save(folder / f'sweep_{name}.html')}")
 
 
 if __name__ == "__main__":

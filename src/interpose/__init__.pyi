@@ -65,52 +65,93 @@ from interpose.sweeps.variants import (
 # Methods
 from interpose.methods.ablation import ablation as ablation
 from interpose.methods.activation_patching import activation_patching as activation_patching
-from interpose.methods.alignment_search import alignment_search as alignment_search
+from interpose.methods.alignment_search import (
+    Alignment as Alignment,
+    alignment_search as alignment_search,
+)
 from interpose.methods.attention_knockout import attention_knockout as attention_knockout
-from interpose.methods.attention_patterns import attention_patterns as attention_patterns
-from interpose.methods.attribution_patching import attribution_patching as attribution_patching
+from interpose.methods.attention_patterns import (
+    AttentionPatterns as AttentionPatterns,
+    attention_patterns as attention_patterns,
+)
+from interpose.methods.attribution_patching import (
+    AttributionPatching as AttributionPatching,
+    attribution_patching as attribution_patching,
+)
 from interpose.methods.causal_tracing import causal_tracing as causal_tracing
-from interpose.methods.circuit import Circuit as Circuit, faithfulness as faithfulness
-from interpose.methods.compare_prompts import compare_prompts as compare_prompts
+from interpose.methods.circuit import (
+    Circuit as Circuit,
+    Faithfulness as Faithfulness,
+    faithfulness as faithfulness,
+)
+from interpose.methods.compare_prompts import (
+    PromptComparison as PromptComparison,
+    compare_prompts as compare_prompts,
+)
 from interpose.methods.direct_logit_attribution import (
+    DirectLogitAttribution as DirectLogitAttribution,
     direct_logit_attribution as direct_logit_attribution,
 )
 from interpose.methods.edge_attribution import (
     EdgeScores as EdgeScores,
     edge_attribution as edge_attribution,
 )
-from interpose.methods.function_vectors import function_vector as function_vector
+from interpose.methods.function_vectors import (
+    FunctionVector as FunctionVector,
+    function_vector as function_vector,
+)
 from interpose.methods.gradient_attribution import (
+    Attribution as Attribution,
     gradient_times_activation as gradient_times_activation,
     saliency as saliency,
 )
 from interpose.methods.head_detectors import head_scores as head_scores
-from interpose.methods.integrated_gradients import integrated_gradients as integrated_gradients
-from interpose.methods.logit_lens import logit_lens as logit_lens
-from interpose.methods.max_activating import max_activating as max_activating
-from interpose.methods.patchscopes import patchscope as patchscope
+from interpose.methods.integrated_gradients import (
+    IntegratedGradients as IntegratedGradients,
+    integrated_gradients as integrated_gradients,
+)
+from interpose.methods.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
+from interpose.methods.max_activating import (
+    MaxActivating as MaxActivating,
+    max_activating as max_activating,
+)
+from interpose.methods.patchscopes import Patchscope as Patchscope, patchscope as patchscope
 from interpose.methods.path_patching import path_patching as path_patching
-from interpose.methods.probes import Probe as Probe, probe as probe
+from interpose.methods.probes import (
+    Probe as Probe,
+    ProbeScores as ProbeScores,
+    probe as probe,
+)
 from interpose.methods.relevance import relp as relp
 from interpose.methods.tuned_lens import TunedLens as TunedLens
 
 # Monitors of any network
 from interpose.monitors.adversarial import adversarial as adversarial
-from interpose.monitors.feature_maps import feature_maps as feature_maps
+from interpose.monitors.feature_maps import (
+    FeatureMaps as FeatureMaps,
+    feature_maps as feature_maps,
+)
 from interpose.monitors.gradient_control import (
     clip_grad as clip_grad,
     noise_grad as noise_grad,
     scale_grad as scale_grad,
 )
-from interpose.monitors.gradient_health import gradient_health as gradient_health
+from interpose.monitors.gradient_health import (
+    GradientHealth as GradientHealth,
+    gradient_health as gradient_health,
+)
 from interpose.monitors.nan_guard import NaNGuard as NaNGuard
 from interpose.monitors.shape_log import ShapeLog as ShapeLog
 from interpose.monitors.statistics import (
+    ActivationStatistics as ActivationStatistics,
     Statistics as Statistics,
     activation_statistics as activation_statistics,
 )
 
 # Results
+from interpose.results.bootstrap import Interval as Interval
+from interpose.results.loading import load_result as load_result
+from interpose.results.result import Result as Result
 from interpose.results.scores import Scores as Scores
 
 # Errors

@@ -166,7 +166,7 @@ def test_tokens_are_measured_and_told_as_lists(model: ip.TransformerModel) -> No
 def test_without_edits_there_is_one_number_for_each_text(model: ip.TransformerModel) -> None:
     result = ip.measure(model, CLEAN, LEAD)
     assert result.edited is None
-    assert result.head() == ("text", "value")
+    assert result.names() == ("text", "value")
     assert not result.effect.any()
     model.train()
     try:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
@@ -85,7 +84,7 @@ def test_it_is_what_masks_by_hand_give(name: str, window: int, heads: Any) -> No
     model, base = build(name), lead(oracle.logits(build(name).module, tokens()))
     queries, keys = [4, 6], [3, 5]
     found = ip.attention_knockout(
-        model, tokens(), metric=METRIC, query=queries, key=keys, window=window, heads=heads
+        model, tokens(), metric=METRIC, query=queries, key=keys, window=window, head=heads
     )
     wanted = torch.stack([masked(name, some, queries, keys, heads) for some in WINDOWS[window]])
     effect = wanted - base  # [layer, example]
@@ -126,7 +125,7 @@ def test_it_agrees_with_the_edit() -> None:
     paris = ip.metrics.probability(" Paris")
     base = model(TEXT)[0, -1].softmax(-1)[model.to_single_token(" Paris")]
     found = ip.attention_knockout(
-        model, TEXT, metric=paris, query=-1, key="Eiffel Tower", window=2, layers=[-1, 4]
+        model, TEXT, metric=paris, query=-1, key="Eiffel Tower", window=2, layer=[-1, 4]
     )
     for layer, layers in ((6, [5, 6]), (4, [3, 4])):
         edit = ip.knockout(layers, query=-1, key=[" Eiffel", " Tower"])
@@ -153,21 +152,15 @@ def test_a_text_is_found_in_every_example_by_itself() -> None:
     assert both.tokens is None
 
 
-class _WholeRuns(TransformerModel):
-    """A model whose blocks would read more than the stream."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("start_at_layer") is not None:
-            raise ip.Unsupported("not from the middle")
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> None:
+def test_with_hooks_of_somebody_else_runs_come_one_after_another() -> None:
     model = build("llama")
     options: dict[str, Any] = {"metric": METRIC, "query": -1, "over": ("layer", "key"), "window": 2}
     quick = ip.attention_knockout(model, tokens(), **options)
-    whole = ip.attention_knockout(_WholeRuns(model.module), tokens(), **options)
-    assert oracle.near(model.module, quick.values, whole.values)
+    with model.hooks(fwd_hooks=[(("mlp_out", 0), lambda value, hook: None)]):
+        alone = ip.attention_knockout(model, tokens(), **options)
+    assert quick.protocol["plan"].startswith("wavefront, ")
+    assert alone.protocol["plan"].startswith("one per cell, ")
+    assert oracle.near(model.module, quick.values, alone.values)
 
 
 def test_layers_without_attention_are_no_layers_of_it() -> None:
@@ -175,7 +168,7 @@ def test_layers_without_attention_are_no_layers_of_it() -> None:
     found = ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, window=3)
     assert found.axes["layer"] == [0, 2]
     with pytest.raises(IndexError, match="layer 1 is not there: attention has layers 0, 2"):
-        ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, layers=[1])
+        ip.attention_knockout(model, tokens(), metric=METRIC, query=-1, key=2, layer=[1])
 
 
 def test_errors_say_what_to_write() -> None:
@@ -188,8 +181,8 @@ def test_errors_say_what_to_write() -> None:
         ip.attention_knockout(pocket(), TEXT, query=-1, key=1, over="head", **options)
     with pytest.raises(ip.NothingSelected, match=r"'Rome' is not in text 0, whose tokens are"):
         ip.attention_knockout(pocket(), TEXT, query=-1, key="Rome", **options)
-    with pytest.raises(IndexError, match=r"heads=\[6\]; the model has heads 0 to 5"):
-        ip.attention_knockout(pocket(), TEXT, query=-1, key=1, heads=[6], **options)
+    with pytest.raises(IndexError, match="head 6 is not there: the model has heads 0 to 5"):
+        ip.attention_knockout(pocket(), TEXT, query=-1, key=1, head=[6], **options)
     with pytest.raises(ValueError, match="window is at least 1; got 0"):
         ip.attention_knockout(pocket(), TEXT, query=-1, key=1, window=0, **options)
     texts = [TEXT, "People say that the Eiffel Tower is in"]
@@ -209,10 +202,10 @@ def test_nothing_is_left_behind() -> None:
 def test_heads_count_from_the_end_and_nothing_to_cut_is_an_error() -> None:
     model, options = build("gpt2"), {"metric": METRIC, "query": -1, "key": 1}
     last = model.cfg.n_heads - 1
-    found = [ip.attention_knockout(model, tokens(), heads=[n], **options) for n in (last, -1)]
+    found = [ip.attention_knockout(model, tokens(), head=[n], **options) for n in (last, -1)]
     assert torch.equal(found[0].values, found[1].values)
     assert found[0].values.abs().max() > 1e-3
-    for name in ("heads", "layers"):
+    for name in ("head", "layer"):
         with pytest.raises(IndexError, match=name):
             ip.attention_knockout(model, tokens(), **{**options, name: []})
     for name in ("query", "key"):

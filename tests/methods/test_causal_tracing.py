@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models.texts import PAD, speaking
@@ -138,16 +137,7 @@ def test_restoring_all_that_noise_changed_gives_the_clean_run(name: str) -> None
     assert_near(first.at(layer=0, pos=2), back, oracle.some_logits(model.module))
 
 
-class _WholeRuns(TransformerModel):
-    """A model whose blocks would read more than the stream."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("start_at_layer") is not None:
-            raise ip.Unsupported("not from the middle")
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> None:
+def test_with_hooks_of_somebody_else_runs_come_one_after_another() -> None:
     options: dict[str, Any] = {
         "subject": SUBJECT,
         "metric": METRIC,
@@ -156,8 +146,11 @@ def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> No
     }
     model = build("llama")
     quick = ip.causal_tracing(model, tokens(), **options)
-    whole = ip.causal_tracing(_WholeRuns(model.module), tokens(), **options)
-    assert oracle.near(model.module, quick.values, whole.values)
+    with model.hooks(fwd_hooks=[(("mlp_out", 0), lambda value, hook: None)]):
+        alone = ip.causal_tracing(model, tokens(), **options)
+    assert quick.protocol["plan"].startswith("wavefront, ")
+    assert alone.protocol["plan"].startswith("one per cell, ")
+    assert oracle.near(model.module, quick.values, alone.values)
     assert float(quick.values.abs().max()) > 0.1
 
 
@@ -172,8 +165,8 @@ def test_noises_follow_the_seed_and_some_places_are_those_of_all() -> None:
         model,
         tokens(),
         seed=1,
-        layers=[-1, 1],
-        positions=[0, 4],
+        layer=[-1, 1],
+        pos=[0, 4],
         samples=SAMPLES,
         subject=SUBJECT,
         metric=METRIC,
@@ -221,7 +214,7 @@ def test_errors_show_the_tokens_and_what_there_is() -> None:
     with pytest.raises(ValueError, match="samples and window are at least 1; got 0 and 1"):
         ip.causal_tracing(model, text, subject=1, samples=0)
     with pytest.raises(IndexError, match=r"layer 7 is not there: 'resid_post' has"):
-        ip.causal_tracing(model, text, subject=1, layers=[7])
+        ip.causal_tracing(model, text, subject=1, layer=[7])
     with pytest.raises(ip.SiteNotFound, match="no site 'zz'"):
         ip.causal_tracing(model, text, subject=1, site="zz")
 
@@ -243,7 +236,7 @@ def test_an_answer_for_each_of_one_text_is_the_answer() -> None:
         ip.causal_tracing(model, tokens(), metric=listed, **options).values, one.values
     )
     with pytest.raises(IndexError, match="layer is empty"):
-        ip.causal_tracing(model, tokens(), layers=[], **options)
+        ip.causal_tracing(model, tokens(), layer=[], **options)
 
 
 def test_padding_is_not_seen() -> None:
@@ -251,7 +244,7 @@ def test_padding_is_not_seen() -> None:
     padded = torch.cat([torch.full((1, 3), PAD), tokens()], 1)
     places = range(-LENGTH, 0)
     one, other = (
-        ip.causal_tracing(model, given, positions=places, **options) for given in (padded, tokens())
+        ip.causal_tracing(model, given, pos=places, **options) for given in (padded, tokens())
     )
     assert other.values.abs().max() > 1e-2
     assert_near(one.values, other.values, oracle.some_logits(model.module))

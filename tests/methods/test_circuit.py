@@ -209,7 +209,7 @@ def test_texts_in_any_batches_give_the_same() -> None:
 
 
 def test_areas_are_those_of_the_curve() -> None:
-    curve = ip.faithfulness.__globals__["Faithfulness"](
+    curve = ip.Faithfulness(
         title="",
         values=torch.tensor([0.5, 1.5]),
         axes={"edges": [10, 50]},

@@ -41,11 +41,6 @@ METHODS: dict[str, Callable[..., Any]] = {
         m, ["one", "two", "a", "b", "the", "to"], [0, 1] * 3, folds=2, control=False, **w
     ),
 }
-# The word of these is still in the plural.
-PLURAL = {
-    "attention_knockout",
-    "causal_tracing",
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +50,20 @@ def model() -> ip.TransformerModel:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_layer_several_and_those_from_the_end(model: ip.TransformerModel, name: str) -> None:
-    word = "layers" if name in PLURAL else "layer"
     run = METHODS[name]
-    assert run(model, **{word: [2, 5]}).axes["layer"] == [2, 5]
+    assert run(model, layer=[2, 5]).axes["layer"] == [2, 5]
     for given in (5, [5], [-2], -2, [5, 5], [5, -2]):
-        assert run(model, **{word: given}).axes["layer"] == [5], given
+        assert run(model, layer=given).axes["layer"] == [5], given
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_layers_that_are_not_there_are_refused(model: ip.TransformerModel, name: str) -> None:
-    word = "layers" if name in PLURAL else "layer"
     run = METHODS[name]
     for given in ([9], 9, [-9], []):
         with pytest.raises((IndexError, ValueError, ip.NothingSelected, ip.SiteNotFound)):
-            run(model, **{word: given})
+            run(model, layer=given)
     with pytest.raises((TypeError, ValueError)):
-        run(model, **{word: ["3"]})
+        run(model, layer=["3"])
 
 
 def test_what_is_asked_for_is_given_in_its_order_and_errors_say_what_is_there() -> None:

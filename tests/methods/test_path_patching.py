@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
@@ -178,7 +177,7 @@ def test_senders_behind_the_receivers_are_exact_zeros_and_not_run() -> None:
     assert found.values[0].any()
     none = ip.path_patching(model, *pair(), metric=METRIC, receivers=[(0, 0, "q")])
     assert not none.values.any()
-    assert none.protocol["forwards"] == 2  # the clean and the corrupted run
+    assert none.protocol["forwards"] == 3  # the clean run, twice, and the corrupted one
 
 
 def test_named_senders_have_an_axis_of_their_own() -> None:
@@ -190,22 +189,16 @@ def test_named_senders_have_an_axis_of_their_own() -> None:
     assert oracle.near(model.module, some.values, wanted)
 
 
-class _WholeRuns(TransformerModel):
-    """A model whose blocks would read more than the stream."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("start_at_layer") is not None:
-            raise ip.Unsupported("not from the middle")
-        return super().__call__(*args, **kwargs)
-
-
-def test_a_model_that_cannot_start_in_the_middle_runs_from_the_beginning() -> None:
+def test_with_hooks_of_somebody_else_runs_come_one_after_another() -> None:
     model = build("gemma2")
     for receivers in ("logits", [(1, 1, "q"), (2, 1, "v")]):
         options: dict[str, Any] = {"metric": METRIC, "receivers": receivers, "max_rows": 4}
         quick = ip.path_patching(model, *pair(), **options)
-        whole = ip.path_patching(_WholeRuns(model.module), *pair(), **options)
-        assert oracle.near(model.module, quick.values, whole.values)
+        with model.hooks(fwd_hooks=[(("mlp_out", 0), lambda value, hook: None)]):
+            alone = ip.path_patching(model, *pair(), **options)
+        assert quick.protocol["plan"].startswith("wavefront, ")
+        assert alone.protocol["plan"].startswith("one per cell, ")
+        assert oracle.near(model.module, quick.values, alone.values)
 
 
 def test_on_the_pocket_model_the_last_block_decides_and_hears_the_movers() -> None:
@@ -265,3 +258,13 @@ def test_padding_is_not_seen() -> None:
     one, other = (ip.path_patching(model, *some, **options) for some in (padded, (clean, corrupt)))
     assert other.values.abs().max() > 1e-3
     assert_near(one.values, other.values, oracle.some_logits(model.module))
+
+
+def test_the_ends_are_measured_against_the_clean_run() -> None:
+    model, (clean, corrupt) = build("gpt2"), pair()
+    found = ip.path_patching(model, clean, corrupt, metric=ip.metrics.kl(), senders=[(0, 1)])
+    ends = [oracle.logits(model.module, given)[:, -1].log_softmax(-1) for given in (clean, corrupt)]
+    wanted = (ends[0].exp() * (ends[0] - ends[1])).sum(-1).mean()
+    assert_near(found.protocol["corrupt"], float(wanted), oracle.some_logits(model.module))
+    assert float(wanted) > 0.02
+    assert found.protocol["clean"] == 0

@@ -246,9 +246,11 @@ def test_a_probe_is_saved_whole_and_read_again(tmp_path: Any) -> None:
     loads_nothing(html)
     assert isinstance(loaded, Probe)
     (tmp_path / "other.safetensors").write_bytes(
-        path.read_bytes().replace(b"interpose.probe", b"interpose.prob3")
+        path.read_bytes().replace(b"interpose.Probe", b"interpose.Prob3")
     )
-    with pytest.raises(ValueError, match="no probe that this interpose can read"):
+    with pytest.raises(
+        ValueError, match=r"no result that interpose wrote: its format is 'interpose.Prob3'"
+    ):
         Probe.load(tmp_path / "other.safetensors")
 
 

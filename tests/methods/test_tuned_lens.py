@@ -137,5 +137,5 @@ def test_progress_is_told_and_it_prints(lens: ip.TunedLens) -> None:
     made = ip.TunedLens.fit(model, [[11, 12, 13]], steps=2, progress=lambda *far: told.append(far))
     assert told == [(1, 2), (2, 2)]
     assert len(made.kl) == 2
-    assert repr(lens).startswith("TunedLens: steps 15, texts 80")
-    assert "layer 6: 0.000 -> 0.000" in repr(lens)
+    assert repr(lens).startswith("Tuned lens: steps 15, texts 80")
+    assert repr(lens).splitlines()[-1].split() == ["6", "0", "0"]

@@ -59,20 +59,24 @@ def test_constant_and_broken_channels_are_grey():
 
 def test_it_saves_pictures_and_pages(tmp_path):
     found = feature_maps(ip.wrap(net()), X, ["0", "2"])
-    data = found.png("2")
+    data = found.png(site="2")
     assert struct.unpack(">II", data[16:24]) == (8 * 4 - 1, 2 * 4 - 1)
-    assert struct.unpack(">II", found.png("2", zoom=5)[16:24]) == (8 * 16 - 1, 2 * 16 - 1)
+    assert struct.unpack(">II", found.png(site="2", zoom=5)[16:24]) == (8 * 16 - 1, 2 * 16 - 1)
     both = found.save(tmp_path / "x.png").read_bytes()
     assert struct.unpack(">II", both[16:24]) == (8 * 8 - 1, (2 * 7 - 1) + 4 + (2 * 4 - 1))
     page = found.save(tmp_path / "x.html").read_text()
     assert page.count("data:image/png;base64,") == 2
-    assert found._repr_html_() in page
-    assert repr(found) == "FeatureMaps(0 (10, 6, 7), 2 (10, 3, 3))"
-    assert found.to_dict()["2"]["values"] == found["2"].values.tolist()
-    with pytest.raises(ValueError, match=r"^save writes .png or .html; got 'x.gif'.$"):
+    assert found.html_body() in page
+    assert [line.split() for line in repr(found).splitlines()[1:]] == [
+        ["site", "channels", "height", "width"],
+        ["0", "10", "6", "7"],
+        ["2", "10", "3", "3"],
+    ]
+    assert found.to_dict()["grids"][1]["values"]["tensor"] == found["2"].values.tolist()
+    with pytest.raises(ValueError, match=r"^save writes .*; got 'x.gif'.$"):
         found.save("x.gif")
     with pytest.raises(ip.SiteNotFound) as caught:
-        found.png("1")
+        found.png(site="1")
     assert str(caught.value) == "no feature maps of '1'. There are: '0', '2'."
 
 

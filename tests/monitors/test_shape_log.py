@@ -46,6 +46,6 @@ def test_it_prints_as_a_table_and_begins_anew_when_cleared(tmp_path):
     )
     assert "(1, 3)" in log._repr_html_()
     assert "(1, 3)" in log.save(tmp_path / "x.html").read_text()
-    assert log.to_dict()["rows"][0]["shape"] == (1, 3)
+    assert log.to_dict()["rows"][0]["shape"] == [1, 3]
     log.clear()
     assert log.rows == []

@@ -182,9 +182,9 @@ def test_the_result_prints_shows_and_saves_itself(tmp_path):
     assert f"<h1>{found.title}</h1>" in page
     saved = json.loads(found.save(tmp_path / "x.json").read_text())
     assert saved == found.to_dict()
-    assert saved["0"]["mean"] == [2.0, 0.0]
-    assert saved["0"]["dead"] == [False, True]
-    with pytest.raises(ValueError, match=r"^save writes .html or .json; got 'x.txt'.$"):
+    assert saved["rows"][0]["mean"]["tensor"] == [2.0, 0.0]
+    assert saved["rows"][0]["dead"]["tensor"] == [False, True]
+    with pytest.raises(ValueError, match=r"^save writes .html, .*got 'x.txt'.$"):
         found.save("x.txt")
 
 

@@ -140,7 +140,7 @@ def test_long_lists_of_tokens_are_cut_in_titles() -> None:
 def test_a_result_says_what_all_its_places_have(model: ip.TransformerModel) -> None:
     found = sweep(model, site="z", over="layer", head=-1, pos=[9])
     assert found.fixed == {"head": 5, "pos": 9}
-    assert "z at head 5 at pos 9 patched, by layer (7)" in repr(found)
+    assert "z at head 5 at pos 9 ' John' patched, by layer (7)" in repr(found)
     assert ip.SweepResult.from_dict(found.to_dict()).fixed == found.fixed
     assert sweep(model).fixed == {}
     ablated = ip.ablation(model, CLEAN, metric=LEAD, pos=-1)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import interpose as ip
+from interpose.render import colours
 from interpose.results import bootstrap
 from interpose.sweeps.planning import Tally
 from tests.pages import loads_nothing
@@ -135,8 +136,9 @@ def test_the_strongest_places_come_first_whatever_their_sign() -> None:
         assert record["token"] == TOKENS[record["pos"]]
         assert record["effect"] == float(effects[place])
         assert record["value"] == float(result.values[1, record["layer"], record["pos"]])
-    broken = made()
-    broken.each[0, 1, 1] = torch.nan
+    each = made().each.clone()
+    each[0, 1, 1] = torch.nan
+    broken = dataclasses.replace(made(), each=each)
     assert len(broken.top(100)) == 17
     assert {type(value) for record in broken.top() for value in record.values()} == {
         int,
@@ -148,49 +150,36 @@ def test_the_strongest_places_come_first_whatever_their_sign() -> None:
 # Data.
 
 
-@pytest.mark.parametrize("corrupt", [True, False])
-def test_a_result_is_read_back_from_json_to_the_last_bit(corrupt: bool) -> None:
-    result = made(metrics=("one", "two"), examples=2, sites=("z",), measured=("a", "b"))
-    result = result if corrupt else dataclasses.replace(result, corrupt=None)
-    result.each[0, 0, 0] = torch.tensor([torch.inf, torch.nan])
-    text = json.dumps(result.to_dict(), allow_nan=False)
-    back = ip.SweepResult.from_dict(json.loads(text))
-    for option in dataclasses.fields(result):
-        was, now = getattr(result, option.name), getattr(back, option.name)
-        if isinstance(was, torch.Tensor):
-            torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert now == was
-    assert repr(back) == repr(result)
+def test_a_single_metric_is_no_axis_and_several_are() -> None:
+    one, two = made(), made(metrics=("one", "two"))
+    assert list(one.axes) == ["layer", "pos"]
+    assert (list(two.axes), two.axes["metric"]) == (["metric", "layer", "pos"], ["one", "two"])
+    assert two.at(metric="two", layer=1, pos=2) == float(two.each[1, 1, 2, 0])
+    assert dataclasses.replace(two, sites=("z",)).axes == two.axes
+    assert two.title == "one, two: by layer (3) x pos (6), 1 example"
 
 
-@pytest.mark.parametrize(("direction", "patch"), [("denoise", "clean"), ("noise", "corrupt")])
-def test_results_of_version_2_say_direction_and_load(direction: str, patch: str) -> None:
-    result = made(patch=patch, examples=2)
-    result = dataclasses.replace(result, own=made(patch=patch, examples=2))
-
-    def old(data: dict[str, Any]) -> dict[str, Any]:
-        data = {**data, "version": 2, "direction": direction}
-        del data["patch"]
-        return {**data, "own": data["own"] and old(data["own"])}
-
-    back = ip.SweepResult.from_dict(old(result.to_dict()))
-    assert back.patch == patch
-    assert back.own is not None
-    assert back.own.patch == patch
-    assert torch.equal(back.effect, result.effect)
+def test_a_part_of_a_sweep_is_a_sweep() -> None:
+    whole = made(metrics=("one", "two"), examples=3, noise=torch.randn(2, 4, 3))
+    part = whole.pick(layer=2)
+    assert isinstance(part, ip.SweepResult)
+    assert torch.equal(part.effect, whole.effect[:, 2])
+    assert (part.noise_floors, part.fixed) == (whole.noise_floors, {"layer": 2})
+    single = whole.pick(metric="two", pos=4)
+    assert torch.equal(single.normalised, whole.normalised[1, :, 4])
+    assert single.noise_floors == whole.noise_floors[1:]
+    assert (list(single.axes), single.several, single.metrics) == (["layer"], False, ("two",))
+    assert torch.equal(whole.sum("pos").values, whole.effect.sum(-1))
 
 
-def test_data_that_is_no_result_is_refused() -> None:
-    data = made().to_dict()
-    for wrong, said in (
-        ({}, "this is no result of a sweep"),
-        ({**data, "version": 1}, "of version 1, and this interpose reads versions 2 and 3"),
-        ({**data, "colour": 1}, "a result of a sweep has no 'colour'"),
-        ({k: v for k, v in data.items() if k != "each"}, "a result of a sweep needs 'each'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            ip.SweepResult.from_dict(wrong)
+def test_errors_are_those_of_the_mean_over_examples() -> None:
+    result = made(examples=5)
+    assert result.errors is not None
+    expected = (result.each - result.baseline)[0].std(-1) / 5**0.5
+    torch.testing.assert_close(result.errors, expected)
+    assert next(result.records())["error"] == float(result.errors[0, 0])
+    assert made().errors is None
+    assert "error" not in next(made().records())
 
 
 def test_a_data_frame_has_a_row_for_each_place_or_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +197,8 @@ def test_a_data_frame_has_a_row_for_each_place_or_example(monkeypatch: pytest.Mo
     result = made(examples=3, metrics=("one", "two"))
     rows, each = result.to_pandas(), result.to_pandas(examples=True)
     assert (len(rows), len(each)) == (2 * 3 * 6, 2 * 3 * 6 * 3)
-    assert list(rows[0]) == ["layer", "pos", "metric", "value", "effect", "normalised"]
-    assert list(each[0]) == ["layer", "pos", "example", *list(rows[0])[2:]]
+    assert list(rows[0]) == ["metric", "layer", "pos", "value", "effect", "normalised", "error"]
+    assert list(each[0]) == ["metric", "layer", "pos", "example", "value", "effect", "normalised"]
     for row in rows:
         own = [r for r in each if all(r[k] == row[k] for k in ("layer", "pos", "metric"))]
         assert [r["example"] for r in own] == [0, 1, 2]
@@ -225,18 +214,15 @@ def test_a_data_frame_has_a_row_for_each_place_or_example(monkeypatch: pytest.Mo
 
 
 def test_a_page_has_every_label_escaped_and_loads_nothing(tmp_path: Path) -> None:
-    path = made(measured=("logit('<i>')",)).save_html(tmp_path / "page.html")
+    path = made(measured=("logit('<i>')",)).save(tmp_path / "page.html")
     page = path.read_text()
-    for label in ("&lt;b&gt;", " a &amp; b", "\\n", " averyverylongtokenthatgoesonandon", "&quot;"):
+    for label in ("&lt;b&gt;", " a &amp; b", "\\n", " averyverylon…", "&quot;"):
         assert label in page
-    assert page.count("<b>") == made(tokens=None).html().count("<b>")  # headings alone
+    assert page.count("<b>") == made(tokens=None).html_body().count("<b>")  # headings alone
     assert "<i>" not in page
     assert "logit(&#x27;&lt;i&gt;&#x27;)" in page
     assert "wavefront: 2 forwards, 10 token-layers" in page
     loads_nothing(page)
-    assert made()._repr_html_() in (made().save(tmp_path / "other.html").read_text())
-    with pytest.raises(ValueError, match=r"save writes .html, .svg or .json; got '.*x.png'"):
-        made().save(tmp_path / "x.png")
 
 
 def test_three_axes_are_a_grid_for_each_entry_of_the_first() -> None:
@@ -267,8 +253,8 @@ def test_effects_within_the_noise_floor_are_marked() -> None:
     assert 0 < int(within.sum()) < 12
     assert torch.equal(result.within_noise, within)
     assert not made().within_noise.any()
-    assert result.html().count("color:#8c959f") == int(within.sum())
-    assert made().html().count("color:#8c959f") == 0
+    assert result.html().count(colours.FAINT_STYLE) == int(within.sum())
+    assert made().html().count(colours.FAINT_STYLE) == 0
     text = repr(result)
     assert f"{int(within.sum())} of 12 effects are within it" in text
     assert len(re.findall(r"\(-?\d\.\d\d\)", text)) == int(within.sum())
@@ -282,7 +268,7 @@ def test_each_metric_has_a_noise_floor_of_its_own() -> None:
     within = result.effect.abs() <= floors
     assert not torch.equal(within[1], result.effect[1].abs() <= 3.0)
     assert torch.equal(result.within_noise, within)
-    assert result.html().count("color:#8c959f") == int(within.sum())
+    assert result.html().count(colours.FAINT_STYLE) == int(within.sum())
     assert "noise floor 3, 1:" in repr(result)
     again = ip.SweepResult.from_dict(json.loads(json.dumps(result.to_dict())))
     assert again.noise_floors == (3.0, 1.0)
@@ -319,7 +305,7 @@ def test_a_sweep_of_a_real_model_labels_positions_by_tokens() -> None:
     clean, corrupt = "The Eiffel Tower is in", "The Trevi Fountain is in"
     metric = ip.metrics.logit_difference(" Paris", " Rome")
     result = ip.sweep(model, clean, corrupt, metric=metric, pos=[1, 4], progress=False)
-    assert result.labels == {"layer": list("0123456"), "pos": [" Eiffel", " in"]}
+    assert result.labels == {"layer": list("0123456"), "pos": ["1 ' Eiffel'", "4 ' in'"]}
     assert result.top(1)[0]["token"] in (" Eiffel", " in")
     assert " Eiffel" in repr(result)
     pair = ip.sweep(model, [clean] * 2, [corrupt] * 2, metric=metric, progress=False)

@@ -170,7 +170,7 @@ def test_rows_are_as_many_as_fit_in_memory(fits: float, monkeypatch: Any) -> Non
     model, tokens = ip.wrap(oracle.build("gpt2")), oracle.pair(1)[0]
     variants = [halves([(layer, "mlp_out")], 0.3) for layer in (0, 1, 2) for _ in range(3)]
     row = 1 / planning.Sizes.of(model).most_rows(positions=13, length=13, logits=13 * 99)
-    monkeypatch.setattr(planning, "_room", lambda _: fits * 0.75 * 2**30 * row)
+    monkeypatch.setattr(planning, "_room", lambda _: fits * 2**27 * row)
     runs = ip.run_variants(model, tokens, variants, progress=False)
     assert len(list(runs)) == 9
     assert runs.tally.forwards == 1 + (9 if fits < 1 else 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from interpose.errors import Unsupported
 from interpose.models.running.text import is_text
 from interpose.models.running.trial import first_tensor
 from interpose.progress import ShowProgress, tracked
-from interpose.results.table import TableResult, number
+from interpose.render.labelled import Labelled
+from interpose.results.result import Result, number
+from interpose.results.scores import Scores
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
 from interpose.sweeps.prompts import Batch, batches
@@ -23,11 +25,15 @@ from interpose.sweeps.proof import others_listen
 from interpose.sweeps.reference import no_cache, wanted_logits
 
 _LONGEST = 60  # letters of a text in a table
+_EVIDENCE = (
+    "Evidence for what these edits, all together, do to the metric on these texts; not for what an edited place "
+    "computes, nor for other texts."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Measured(TableResult):
-    """What metrics say of each text.
+class Measured(Scores):
+    """What metrics say of each text: `values` with all edits in force, if there are any, [metric, text].
 
     Attributes:
         inputs: the texts, or their tokens.
@@ -45,58 +51,93 @@ class Measured(TableResult):
     without: Tensor
     edited: Tensor | None
 
+    title: str = field(init=False)
+    values: Tensor = field(init=False)
+    axes: dict[str, list[Any]] = field(init=False)
+    unit: str = field(init=False)
+    evidence: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = "1 text" if len(self.inputs) == 1 else f"{len(self.inputs)} texts"
+        edits = f", without and with {', '.join(self.edits)}" if self.edits else ""
+        made = {
+            "title": f"{', '.join(self.measured)} of {count}{edits}",
+            "values": self.without if self.edited is None else self.edited,
+            "axes": {"metric": list(self.metrics), "text": list(self.inputs)},
+            "unit": ", ".join(self.measured),
+            "evidence": _EVIDENCE if self.edits else "",
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+        Scores.__post_init__(self)
+
     @property
     def effect(self) -> Tensor:
         """How far the edits move each text's metric, [metric, example]."""
         return torch.zeros_like(self.without) if self.edited is None else self.edited - self.without
 
     @property
-    def title(self) -> str:
-        """What was measured, and with which edits."""
-        count = "1 text" if len(self.inputs) == 1 else f"{len(self.inputs)} texts"
-        edits = f", without and with {', '.join(self.edits)}" if self.edits else ""
-        return f"{', '.join(self.measured)} of {count}{edits}"
+    def ranked(self) -> str:
+        """Which number of a record says how strong it is."""
+        return "value" if self.edited is None else "effect"
 
-    def head(self) -> tuple[str, ...]:
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of each text, by name: with edits also the value without them, and how far they move it."""
+        found = Scores.columns(self)
+        if self.edited is not None:
+            found |= {
+                name: getattr(self, name).flatten().tolist() for name in ("without", "effect")
+            }
+        return found
+
+    @property
+    def labels(self) -> dict[str, list[str]]:
+        """What metrics and texts are called; of a long text the end, where metrics look."""
+        texts = [
+            f"…{said[1 - _LONGEST :]}" if len(said := repr(one)) > _LONGEST else said
+            for one in self.inputs
+        ]
+        return {"metric": list(self.metrics), "text": texts}
+
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         columns = ("value",) if self.edited is None else ("without", "with", "effect")
         return ("text", *columns) if len(self.metrics) == 1 else ("metric", "text", *columns)
 
     def cells(self) -> list[tuple[str, ...]]:
         """A row for each text of each metric, and the mean of several."""
-        parts = [self.without]
-        if self.edited is not None:
-            parts += [self.edited, self.effect]
-        texts = [_shown(text) for text in self.inputs]
+        parts = [self.without] if self.edited is None else [self.without, self.edited, self.effect]
         found: list[tuple[str, ...]] = []
         for at, name in enumerate(self.metrics):
-            lines = list(zip(texts, *(part[at].tolist() for part in parts)))
-            if len(texts) > 1:
+            lines = list(zip(self.labels["text"], *(part[at].tolist() for part in parts)))
+            if len(lines) > 1:
                 lines.append(("mean", *(float(part[at].mean()) for part in parts)))
             first = () if len(self.metrics) == 1 else (name,)
             found += [(*first, text, *map(number, values)) for text, *values in lines]
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers as plain lists and dictionaries, for JSON."""
-        return {
-            "inputs": list(self.inputs),
-            "edits": list(self.edits),
-            "metrics": {
-                name: {
-                    "measured": self.measured[at],
-                    "without": self.without[at].tolist(),
-                    "edited": None if self.edited is None else self.edited[at].tolist(),
-                }
-                for at, name in enumerate(self.metrics)
-            },
-        }
+    def view(self) -> Labelled:
+        """The metric of each text, or how far edits move it, as a picture shows it."""
+        labels, values = self.labels, self.without if self.edited is None else self.effect
+        if len(self.metrics) == 1:
+            labels, values = {"text": labels["text"]}, values[0]
+        return Labelled(values=values, labels=labels, what=self.ranked)
 
+    def lines(self) -> list[str]:
+        """Nothing: the title says it all."""
+        return []
 
-def _shown(given: Any) -> str:
-    """A text, or the end of a long one: that is where metrics look."""
-    text = repr(given)
-    return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
+    def text_body(self, high: int) -> str:
+        """The table.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        return Result.text_body(self, high)
+
+    def html_body(self) -> str:
+        """The table."""
+        return Result.html_body(self)
 
 
 @torch.no_grad()

@@ -210,7 +210,7 @@ def _scores(found: ip.SweepResult, how: dict[str, Any]) -> ip.Scores:
     return ip.Scores.averaged(
         each,
         title=f"{kinds} ablated by {how['by']}, {count} text{'s' * (count > 1)}",
-        axes=found.axes,
+        axes={name: entries for name, entries in found.axes.items() if name != "metric"},
         unit="change of the metric",
         protocol={
             "metric": found.measured[0],

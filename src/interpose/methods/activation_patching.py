@@ -252,6 +252,7 @@ def _together(sites: Sequence[str], found: dict[str, ip.SweepResult]) -> ip.Swee
     axes = {
         name: list(dict.fromkeys(entry for one in swept for entry in one.axes[name]))
         for name in swept[0].axes
+        if name != "metric"
     }
     wide = {site: _spread(one, axes) for site, one in found.items()}
     nowhere = torch.full_like(next(iter(wide.values())), torch.nan)

@@ -79,6 +79,11 @@ class Alignment(ip.Scores):
             raise ValueError(f"no {name} {asked!r} among {there}.")
         return 0 if asked is None else there.index(asked)
 
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: also what to compare with."""
+        baselines = {name: some.flatten().tolist() for name, some in self.baselines.items()}
+        return {**ip.Scores.columns(self), **baselines}
+
     def view(self) -> Labelled:
         """The accuracy beside the baselines; axes of one entry are left out."""
         every = torch.stack([self.values, *self.baselines.values()])

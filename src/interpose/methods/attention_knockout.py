@@ -8,14 +8,17 @@ pattern still sums to one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, chosen_layers, sites_in
+from interpose.methods.batches import work_of
+from interpose.methods.layers import Layers, around, chosen_layers, sites_in
+from interpose.models.selection import Some, entries
+from interpose.progress import Progress, ShowProgress
 
 _EVIDENCE = (
     "Evidence that the metric needs what these queries read from these keys in these layers; not that all of it goes "
@@ -27,18 +30,19 @@ Places = int | str | Sequence[int] | Sequence[str]
 @torch.no_grad()
 def attention_knockout(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     metric: Any,
     query: Places,
     key: Places | None = None,
     window: int = 1,
     over: str | Sequence[str] = ("layer",),
-    layers: Layers = None,
-    heads: Sequence[int] | None = None,
+    layer: Layers = None,
+    head: Some = None,
     batch_size: int = 16,
-    max_rows: int = 64,
+    max_rows: int | None = None,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> ip.Scores:
     """How far the metric moves when queries cannot see keys in the layers around each layer.
 
@@ -50,22 +54,23 @@ def attention_knockout(
     ip.attention_knockout(model, text, metric=paris, query=-1, over=("layer", "key"))
     ```
 
-    Every pass has the text without a cut beside those with one, and its metric is what the others are compared with.
-    Keys behind every query are never seen; their effect is an exact zero, and they are not run.
+    The text without a cut also runs from each layer on, beside those with one, and they are compared with it. Keys
+    behind every query are never seen; their effect is an exact zero, and they are not run.
 
     Args:
         model: a causal model of transformers, in eval mode.
-        text: a text, several, or tokens [batch, pos].
+        texts: a text, several, or tokens [batch, pos].
         metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
         query: the positions that look: numbers (negative from the end), or texts (wherever they are).
         key: the positions they no longer see, likewise; with ``over=("layer", "key")`` one at a time, by default all.
         window: in how many layers, around each.
         over: ``layer``, or ``("layer", "key")``.
-        layers: which are in the middle of windows; by default all that have attention.
-        heads: which no longer see; by default all.
+        layer: which are in the middle of windows; by default all that have attention.
+        head: which no longer see; by default all.
         batch_size: how many texts run together, at most.
-        max_rows: how many rows (texts times cuts) run together, at most; the texts of a cut always do.
+        max_rows: how many rows (texts times cuts) run together, at most; by default as many as fit in memory.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     axes = (over,) if isinstance(over, str) else tuple(over)
     if axes not in (("layer",), ("layer", "key")):
@@ -74,91 +79,96 @@ def attention_knockout(
         raise ValueError(f"window is at least 1; got {window}.")
     if key is None and "key" not in axes:
         raise ValueError("say which keys are not seen: key=..., or over=('layer', 'key') for each.")
-    batches = ip.batches(model, text, batch_size=batch_size, prepend_bos=prepend_bos)
+    batches = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
     there = sites_in(model, "attn_scores", None, "attention")
-    layers = chosen_layers(layers, list(there), len(model.blocks), "attention")
-    windows = [
-        [n for n in range(layer - window // 2, layer + (window + 1) // 2) if n in there]
-        for layer in layers
-    ]
+    layers = chosen_layers(layer, list(there), len(model.blocks), "attention")
+    windows = [[n for n in around(middle, window) if n in there] for middle in layers]
+    seeing = entries(head, model.cfg.n_heads, "head", "the model")
     keys = _keys(batches, key) if "key" in axes else None
-    each = torch.zeros(len(layers), len(keys or [0]), batches[0].total, device="cpu")
-    clean, forwards = 0.0, 0
-    for batch in batches:
-        cuts = _Cuts(model, batch, metric, heads)
-        edges = [cuts.edges(query, one) for one in ([key] if keys is None else keys)]
-        each[..., list(batch.numbers)] = cuts.everywhere(windows, edges, max_rows)
-        clean += float(cuts.clean.sum()) / batch.total
-        forwards += cuts.forwards
+    each = torch.full((len(layers), len(keys or [0]), batches[0].total), torch.nan, device="cpu")
+    every: list[ip.VariantRuns] = []
+    with Progress(progress, each.numel(), "cut", keeps=True) as advance:
+        for batch in batches:
+            edges = [_edges(batch, query, one) for one in ([key] if keys is None else keys)]
+            cuts = _Cuts(windows, edges, seeing)
+            every.append(
+                ip.run_variants(
+                    model, batch, cuts.variants, metric=metric, max_rows=max_rows, progress=False
+                )
+            )
+            every[-1].tally.one_per_cell -= cuts.idle * batch.clean.numel() * len(model.blocks)
+            for row, number, effect in cuts.effects(every[-1]):
+                each[row, number, list(batch.numbers)] = effect.cpu()
+                advance.step(len(batch))
+    clean = torch.cat([runs.base.measured for runs in every])
     said = {
         "metric": ip.metrics.label(metric),
-        "clean": clean,
+        "clean": float(clean.mean()),
         "window": window,
-        "forwards": forwards,
+        **({} if head is None else {"head": seeing}),
+        **work_of(every),
     }
-    return ip.Scores.averaged(
+    found = ip.Scores.averaged(
         each if keys is not None else each[:, 0],
         title=f"Attention knockout: query {query!r}, {'each key' if key is None else f'key {key!r}'}",
         axes={"layer": list(layers), **({} if keys is None else {"key": keys})},
         unit="change of the metric",
-        protocol=said if heads is None else {**said, "heads": list(heads)},
+        protocol=said,
         evidence=_EVIDENCE,
         tokens=batches[0].str_tokens,
     )
+    return advance.whole(found)
 
 
 class _Cuts:
-    """Some texts of one length, and runs in which edges of attention are cut."""
+    """Every cut in every window, as variants; first of each window's, a run in which nothing is cut.
 
-    def __init__(self, model: Any, batch: Any, metric: Any, heads: Sequence[int] | None) -> None:
-        self.model, self.batch = model, batch
-        self.chosen = torch.ones(model.cfg.n_heads, dtype=torch.bool, device="cpu")
-        if heads is not None:
-            count = len(self.chosen)
-            if not heads or any(not -count <= head < count for head in heads):
-                raise IndexError(f"heads={list(heads)}; the model has heads 0 to {count - 1}.")
-            self.chosen = torch.zeros_like(self.chosen)
-            self.chosen[list(heads)] = True
-        self.last = batch.last_logits(metric)
-        logits, self.streams = model.run_with_cache(
-            batch.clean, names_filter="resid_pre", **self.last
-        )
-        self.measure = batch.measure(metric, logits)
-        self.clean = self.measure(logits)
-        self.forwards = 1
+    Args:
+        windows: the layers of each.
+        edges: of each cut, [example, query, key].
+        heads: which no longer see.
+    """
 
-    def edges(self, query: Places, key: Any) -> Tensor:
-        """The edges of one cut, of those that there are: [example, query, key]."""
-        length = self.batch.clean.shape[1]
-        mask = torch.zeros(len(self.batch), length, length, dtype=torch.bool, device="cpu")
-        for row, queries, keys in zip(mask, self.batch.positions(query), self.batch.positions(key)):
-            if not (queries and keys):
-                raise ValueError(f"no place looks, or none is seen: query={query!r}, key={key!r}.")
-            for place in queries:
-                row[place, keys] = True
-        return mask.tril()  # later keys are never seen
-
-    def everywhere(
-        self, windows: Sequence[Sequence[int]], edges: Sequence[Tensor], max_rows: int
-    ) -> Tensor:
-        """The effect of every cut in every window, [window, cut, example]; exactly 0 where there is nothing to cut."""
-        found = torch.zeros(len(windows), len(edges), len(self.batch), device="cpu")
+    def __init__(
+        self, windows: Sequence[Sequence[int]], edges: Sequence[Tensor], heads: Sequence[int]
+    ) -> None:
+        self.edges, self.heads = edges, list(heads)
         seen = [number for number, edge in enumerate(edges) if bool(edge.any())]
-        size = max(1, max_rows // len(self.batch) - 1)
-        for row, layers in zip(found, windows):
-            for at in range(0, len(seen), size):
-                some = seen[at : at + size]
-                row[some] = self.effects(layers, [edges[number] for number in some]).cpu()
-        return found
+        numbers = [-1, *seen] if seen else []
+        self.cells = [(row, number) for row in range(len(windows)) for number in numbers]
+        self.idle = sum(number < 0 for _, number in self.cells)
+        self.unseen = [
+            (row, n) for row in range(len(windows)) for n in range(len(edges)) if n not in seen
+        ]
+        self.variants = [
+            ip.Variant([(("attn_scores", n), self._blinding(cell)) for n in windows[cell[0]]])
+            for cell in self.cells
+        ]
+        self.moved: set[tuple[int, int]] = set()
 
-    def effects(self, layers: Sequence[int], edges: Sequence[Tensor]) -> Tensor:
-        """How far each cut moves the metric, in a pass that also has the texts without one: [cut, example]."""
-        cut = torch.cat([torch.zeros_like(edges[0]), *edges])  # [row, query, key], the uncut first
+    def effects(self, runs: ip.VariantRuns) -> Iterator[tuple[int, int, Tensor]]:
+        """How far each cut moves the metric, by window and number; exactly 0 where there was nothing to cut."""
+        whole: dict[int, Tensor] = {}
+        nothing = torch.zeros_like(runs.base.measured)
+        for row, number in self.unseen:
+            yield row, number, nothing
+        for run in runs:
+            row, number = cell = self.cells[run.number]
+            if number < 0:
+                whole[row] = run.measured
+            else:
+                yield row, number, run.measured - whole[row] if cell in self.moved else nothing
 
-        def blind(scores: Tensor, hook: Any) -> Tensor:  # [row, head, query, key]
-            gone = (cut[:, None] & self.chosen[:, None, None]).to(scores.device)
+    def _blinding(self, cell: tuple[int, int]) -> Any:
+        def blind(scores: Tensor, hook: Any) -> Tensor | None:  # [example, head, query, key]
+            if cell[1] < 0:
+                return None
+            gone = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+            gone[:, self.heads] = self.edges[cell[1]][:, None].to(scores.device)
             lowered = scores.masked_fill(gone, float("-inf"))
             least = torch.finfo(scores.dtype).min / 2
+            if bool((gone & (scores > least)).any()):
+                self.moved.add(cell)
             blinded = (scores.amax(-1) > least) & (lowered.amax(-1) <= least)
             if bool(blinded.any()):
                 place = int(blinded.nonzero()[0][-1])
@@ -168,13 +178,19 @@ class _Cuts:
                 )
             return lowered
 
-        times = len(edges) + 1
-        hooks = [(("attn_scores", layer), blind) for layer in layers]
-        self.forwards += 1
-        stream = self.streams["resid_pre", layers[0]]
-        logits = self.batch.run_from(layers[0], stream, times=times, fwd_hooks=hooks, **self.last)
-        found = torch.stack([self.measure(part) for part in logits.split(len(self.batch))])
-        return found[1:] - found[0]
+        return blind
+
+
+def _edges(batch: ip.Batch, query: Places, key: Any) -> Tensor:
+    """The edges of one cut, of those that there are: [example, query, key]."""
+    length = batch.clean.shape[1]
+    mask = torch.zeros(len(batch), length, length, dtype=torch.bool, device="cpu")
+    for row, queries, keys in zip(mask, batch.positions(query), batch.positions(key)):
+        if not (queries and keys):
+            raise ValueError(f"no place looks, or none is seen: query={query!r}, key={key!r}.")
+        for place in queries:
+            row[place, keys] = True
+    return mask.tril()  # later keys are never seen
 
 
 def _keys(batches: Sequence[Any], key: Places | None) -> list[int]:

@@ -81,37 +81,37 @@ class AttentionPatterns(ip.Scores):
             evidence="How spread out attention is, not what it is for.",
         )
 
-    def __repr__(self) -> str:
-        bits, last, rows = self.entropy(), self.axes["query"][-1], []
+    def text_body(self, high: int) -> str:
+        """For each head what the last query looks at most, and how spread out the head is.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        bits, last, rows = self.entropy(), len(self.axes["query"]) - 1, []
         for layer, head in itertools.product(self.axes["layer"], self.axes["head"]):
             most = self.strongest(layer, head)[last]
             spread = f"{bits.at(layer=layer, head=head):.2f}"
             seen = self.labels["key"][most["key"]]
             rows.append((f"{layer}.{head}", seen, f"{most['value']:.2f}", spread))
-        names = ("head", f"from {self.labels['query'][last]!r} to", "weight", "entropy, bits")
-        about = [self.title, *(f"  {line}" for line in self.lines()), ""]
-        return "\n".join([*about, table(names, rows)])
+        names = ("head", f"from {self.labels['query'][last]} to", "weight", "entropy, bits")
+        return "\n" + table(names, rows, most=high - 3)
 
-    def html(self) -> str:
+    def html_body(self) -> str:
         """All heads as small pictures, a row for each layer; a click enlarges one, pointing at it says more."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        parts = [
-            f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>',
-            _legend(),
-        ]
+        parts = [_legend()]
         for row, layer in enumerate(self.axes["layer"]):
             heads = "".join(self._drawn(row, at) for at in range(len(self.axes["head"])))
             label = f'<div style="width:4.5em;color:#57606a">layer {layer}</div>'
             parts.append(f'<div style="{_ROW}">{label}{heads}</div>')
-        return "".join([*parts, f'<p class="note">{escape.html(self.evidence)}</p></div>'])
+        return "".join(parts)
 
     def _drawn(self, row: int, column: int) -> str:
         """One head: a small picture, and the large one behind it."""
         layer, head = self.axes["layer"][row], self.axes["head"][column]
         pattern, last = self.values[row, column].float(), self.strongest(layer, head)[-1]
         hint = (
-            f"head {layer}.{head}: {self.labels['query'][-1]!r} looks at "
-            f"{self.labels['key'][last['key']]!r} with {last['value']:.2f}"
+            f"head {layer}.{head}: {self.labels['query'][-1]} looks at "
+            f"{self.labels['key'][last['key']]} with {last['value']:.2f}"
         )
         size = min(_PIXELS, len(pattern))
         small = adaptive_max_pool2d(pattern[None], size)[0] if size < len(pattern) else pattern
@@ -136,13 +136,13 @@ class AttentionPatterns(ip.Scores):
         for query, weights in zip(queries, pattern):
             best = weights.topk(min(5, len(weights)))
             said = ", ".join(
-                f"{keys[key]!r} {weight:.3f}"
+                f"{keys[key]} {weight:.3f}"
                 for weight, key in zip(best.values.tolist(), best.indices.tolist())
                 if weight > 0
             )
             strip = _picture(weights[None], _CELL * len(keys), high=_CELL)
             lines.append(
-                f'<tr title="{escape.html(f"{query!r}: {said}")}"><th style="{_HEAD}">{escape.html(query)}</th>'
+                f'<tr title="{escape.html(f"{query}: {said}")}"><th style="{_HEAD}">{escape.html(query)}</th>'
                 f'<td colspan="{len(keys)}" style="padding:0;line-height:0;border:0">{strip}</td></tr>'
             )
         style = "border-collapse:collapse;margin:6px 0;border:1px solid #d0d7de"

@@ -24,7 +24,7 @@ from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
 from interpose.render.html import html_table
 from interpose.render.text import table
-from interpose.results.table import number
+from interpose.results.result import shown
 
 _EVIDENCE = (
     "Evidence, to first order, for how far patching a place would move the metric: a list of places to patch really "
@@ -71,20 +71,27 @@ class AttributionPatching(ip.Scores):
             said.append(f"really patched: {len(self.verified)} places, {right} agree{how}")
         return said
 
-    def __repr__(self) -> str:
-        shown = ip.Scores.__repr__(self)
-        return shown if not self.verified else f"{shown}\n\n{table(*self._verified())}"
+    def text_body(self, high: int) -> str:
+        """As every score, and the places that were really patched.
 
-    def html(self) -> str:
-        """As every score, and a table of the places that were really patched."""
-        shown = ip.Scores.html(self)
+        Args:
+            high: how many lines there are for it.
+        """
         if not self.verified:
-            return shown
-        return shown + html_table(*self._verified(), title="The strongest places, really patched")
+            return ip.Scores.text_body(self, high)
+        rows = table(*self._verified(), most=10)
+        return f"{ip.Scores.text_body(self, high - len(rows.splitlines()) - 1)}\n\n{rows}"
+
+    def html_body(self) -> str:
+        """As every score, and a table of the places that were really patched."""
+        found = ip.Scores.html_body(self)
+        if not self.verified:
+            return found
+        return found + html_table(*self._verified(), title="The strongest places, really patched")
 
     def _verified(self) -> tuple[list[str], list[list[str]]]:
         names = list(self.verified[0])
-        rows = [[_cell(place[name]) for name in names] for place in self.verified]
+        rows = [[shown(place[name]) for name in names] for place in self.verified]
         return names, rows
 
 
@@ -273,9 +280,3 @@ def _correlation(verified: Sequence[dict[str, Any]]) -> float | None:
         return None
     both = torch.tensor([[place["estimate"], place["effect"]] for place in verified])
     return float(torch.corrcoef(both.T)[0, 1])
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return number(value) if isinstance(value, float) else str(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 
 from interpose.errors import NothingSelected, Unsupported
-from interpose.models.running.masks import remember
 from interpose.models.running.rows import must_read_text, tokens_of
 from interpose.models.selection import entries, missing_text, spans_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
 from interpose.sweeps.reference import wanted_logits
+from interpose.sweeps.variants import VariantRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,41 +66,6 @@ class Batch:
     def last_logits(self, metric: Metric | Callable[[Tensor], Any]) -> dict[str, Any]:
         """What asks a module for no more logits than a metric needs: ``model(tokens, **batch.last_logits(metric))``."""
         return wanted_logits(self.model, as_metric(metric).keep)
-
-    def run_from(
-        self,
-        layer: int,
-        stream: Tensor,
-        *,
-        times: int = 1,
-        fwd_hooks: Sequence[Any] = (),
-        before: Sequence[Any] = (),
-        **given: Any,
-    ) -> Any:
-        """Run the clean texts several times, side by side, from a layer on.
-
-        Where blocks read more than the stream, the run is a whole one, from the tokens.
-
-        Args:
-            layer: the first block that runs.
-            stream: what it gets, [example, pos, d_model].
-            times: how often the texts stand in the batch.
-            fwd_hooks: pairs of a site and a function.
-            before: those that belong to earlier layers; the stream has what they did.
-            **given: what a run takes; with ``names_filter`` its cache is returned, else logits.
-        """
-        model, tokens = self.model, remember(self.clean.repeat(times, 1))
-        keeps = "names_filter" in given
-        run = model.run_with_cache if keeps else model.run_with_hooks
-        given = {"return_type": None if keeps else "logits", **given}
-        try:
-            if stream.ndim != 3:
-                raise Unsupported("several streams run side by side")
-            begun = {"start_at_layer": layer, **model.prepare(tokens)}
-            found = run(stream.repeat(times, 1, 1), fwd_hooks=list(fwd_hooks), **begun, **given)
-        except Unsupported:
-            found = run(tokens, fwd_hooks=[*before, *fwd_hooks], **given)
-        return found[1] if keeps else found
 
     def positions(self, where: int | str | Sequence[int] | Sequence[str]) -> list[list[int]]:
         """Where something is in each clean text, ascending.
@@ -204,3 +171,11 @@ def rows_of(model: Any, texts: Any, prepend_bos: bool | None = None) -> list[Ten
     made = batches(model, texts, prepend_bos=prepend_bos)
     found = {number: row for part in made for number, row in zip(part.numbers, part.clean)}
     return [found[number] for number in range(len(found))]
+
+
+def work_of(runs: Sequence[VariantRuns], *others: Tensor) -> dict[str, Any]:
+    """What the protocol of a result says of variants that were run, and of the tokens of other forwards."""
+    tally = functools.reduce(operator.add, (one.tally for one in runs))
+    for tokens in others:
+        tally.add(1, tokens.numel() * runs[0].layers)
+    return tally.protocol

@@ -10,6 +10,7 @@ With a window, the clean values of that many layers around the layer are put bac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,18 +18,21 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.layers import Layers, chosen_layers
+from interpose.methods.batches import work_of
+from interpose.methods.layers import Layers, around, chosen_layers
+from interpose.progress import Progress, ShowProgress
 
 _EVIDENCE = (
     "Evidence that what the metric needs of the subject passes through a place, for noise of this size; not that it is "
     "stored there or that an edit there is best, and windows show stretches of layers rather than single ones."
 )
+_TOKENS = 8192  # of noises that run together
 
 
 @torch.no_grad()
 def causal_tracing(
     model: Any,
-    text: Any,
+    texts: Any,
     *,
     subject: str | int | Sequence[int] | Sequence[str],
     answer: str | int | None = None,
@@ -38,10 +42,11 @@ def causal_tracing(
     samples: int = 10,
     noise: float = 3.0,
     seed: int = 0,
-    layers: Layers = None,
-    positions: Sequence[int] | None = None,
-    max_rows: int = 128,
+    layer: Layers = None,
+    pos: Sequence[int] | None = None,
+    max_rows: int | None = None,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> ip.Scores:
     """How much of the answer comes back when one clean value is restored: [layer, pos], the mean over noises.
 
@@ -57,7 +62,7 @@ def causal_tracing(
 
     Args:
         model: a causal model of transformers, in eval mode.
-        text: one text, or its tokens.
+        texts: one text, or its tokens.
         subject: what is blurred: a text (every place where it is), texts, or positions.
         answer: the token whose probability is measured; by default the model's own.
         metric: one of `ip.metrics`, or a function of logits, instead of the answer's probability.
@@ -68,107 +73,107 @@ def causal_tracing(
         samples: how many noises.
         noise: their size, in standard deviations of the embedding matrix.
         seed: of the noises.
-        layers: which layers are in the middle of windows; by default all.
-        positions: which; by default all.
-        max_rows: how many rows (positions times noises) run together, at most; the noises of a position always do.
+        layer: which layers are in the middle of windows; by default all.
+        pos: which; by default all.
+        max_rows: how many rows (places times noises) run together, at most; by default as many as fit in memory.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if samples < 1 or window < 1:
         raise ValueError(f"samples and window are at least 1; got {samples} and {window}.")
-    one = _alone(ip.batches(model, text, prepend_bos=prepend_bos))
+    one = _alone(ip.batches(model, texts, prepend_bos=prepend_bos))
     (blurred,) = one.positions(subject)
     if not blurred:
         raise ValueError(f"the subject has no positions: {subject!r}.")
     there = _layers(model, site)
-    layers = chosen_layers(layers, there, len(model.blocks), repr(site))
-    (positions,) = one.positions(range(one.clean.shape[1]) if positions is None else positions)
-    guessed = answer is None and metric is None
-    if guessed:
-        answer = int(model(one.clean)[0, -1].argmax())
-    metric, said = _metric(model, one, answer, metric)
-    batch = dataclasses.replace(  # the same text again and again: one answer is for all of them
-        one, clean=one.clean.expand(samples, -1), numbers=one.numbers * samples
-    )
-    trace = _Trace(model, batch, metric, site, blurred, noise, seed)
-    trace.forwards += guessed
-    changed = [place for place, pos in enumerate(positions) if pos >= min(blurred)]
+    layers = chosen_layers(layer, there, len(model.blocks), repr(site))
+    (positions,) = one.positions(range(one.clean.shape[1]) if pos is None else pos)
+    measured, said = _metric(model, one, answer, metric)
+    trace = _Trace(model, one, measured, site, blurred)
+    moved = [at for at, place in enumerate(positions) if place >= min(blurred)]
+    cells = list(itertools.product(range(len(layers)), moved))
+    variants = [
+        trace.restoring([n for n in around(layers[row], window) if n in there], positions[at])
+        for row, at in cells
+    ]
     each = torch.zeros(len(layers), len(positions), samples, device="cpu")
-    for row, layer in enumerate(layers):
-        around = [other for other in _window(layer, window) if other in there]
-        for some in _chunks(changed, max(1, max_rows // samples)):
-            found = trace.restored(around, [positions[place] for place in some])
-            each[row, some] = (found - trace.noisy).cpu()
-    return ip.Scores.averaged(
+    each[:, moved] = torch.nan
+    every: list[ip.VariantRuns] = []
+    with Progress(progress, len(cells) * samples, keeps=True) as advance:
+        for some, drawn in trace.noises(samples, noise, seed):
+            every.append(trace.runs(drawn, variants, max_rows=max_rows, progress=advance))
+            noisy = every[-1].base.measured
+            for run in every[-1]:
+                each[(*cells[run.number], some)] = (run.measured - noisy).cpu()
+    found = ip.Scores.averaged(
         each,
         title=f"Causal tracing: {site} restored, {samples} noises on {subject!r}",
         axes={"layer": list(layers), "pos": positions},
         unit="change of the metric",
-        protocol={**said, "window": window, "seed": seed, **trace.protocol()},
+        protocol={
+            **said,
+            "window": window,
+            "seed": seed,
+            "noise": f"{noise:g} x {trace.std:.3g}",
+            "subject at": blurred,
+            "clean": trace.clean,
+            "noisy": float(torch.cat([runs.base.measured for runs in every]).mean()),
+            **work_of(every, *[one.clean] * (2 if answer is None and metric is None else 1)),
+        },
         evidence=_EVIDENCE,
         tokens=one.str_tokens,
     )
+    return advance.whole(found)
 
 
 class _Trace:
-    """One text, its clean values, and the noisy runs that they are put back into."""
+    """One text, its clean values, and noisy runs that they are put back into."""
 
     def __init__(
-        self,
-        model: Any,
-        batch: Any,
-        metric: Any,
-        site: str,
-        blurred: list[int],
-        size: float,
-        seed: int,
+        self, model: Any, text: ip.Batch, metric: Any, site: str, blurred: list[int]
     ) -> None:
-        self.batch, self.site = batch, site
-        self.last = batch.last_logits(metric)
-        sites = [site, "resid_pre"]
-        logits, self.kept = model.run_with_cache(batch.clean[:1], names_filter=sites, **self.last)
-        self.measure = batch.measure(metric, logits.expand(len(batch), -1, -1))
-        self.clean = float(self.measure(logits.expand(len(batch), -1, -1))[0])
-        self.blurred, self.size, self.std = blurred, size, float(model.W_E.float().std())
-        generator = torch.Generator("cpu").manual_seed(seed)
-        shape = (len(batch), len(blurred), model.W_E.shape[-1])
-        # [sample, blurred, d_model]
-        noise = self.std * size * torch.randn(shape, generator=generator, device="cpu")
+        self.model, self.text, self.metric = model, text, metric
+        self.site, self.blurred = site, blurred
+        last = text.last_logits(metric)
+        self.logits, self.kept = model.run_with_cache(text.clean, names_filter=site, **last)
+        self.clean = float(text.measure(metric, self.logits)(self.logits)[0])
+        self.std = float(model.W_E.float().std())
 
-        def blur(embed: Tensor, hook: Any) -> None:  # noqa: ARG001
-            embed[:, blurred] += noise.to(embed).repeat(len(embed) // len(noise), 1, 1)
+    def noises(self, samples: int, size: float, seed: int) -> Iterator[tuple[slice, Tensor]]:
+        """Noises [sample, blurred, d_model] that run together, with their numbers."""
+        draw = torch.Generator("cpu").manual_seed(seed)
+        shape = (samples, len(self.blurred), self.model.W_E.shape[-1])
+        drawn = self.std * size * torch.randn(shape, generator=draw, device="cpu")
+        together = max(1, _TOKENS // self.text.clean.shape[1])
+        for at in range(0, samples, together):
+            yield slice(at, at + together), drawn[at : at + together]
 
-        self.blur = ("hook_embed", blur)
-        logits, self.streams = model.run_with_cache(
-            batch.clean, names_filter="resid_pre", fwd_hooks=[self.blur], **self.last
-        )
-        self.noisy = self.measure(logits)  # [sample]
-        self.forwards = 2
-
-    def restored(self, layers: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """The metric of noisy runs with clean values back in some layers, at each position: [pos, sample]."""
-        samples, times = len(self.batch), len(positions)
-        places = torch.tensor(positions, device="cpu").repeat_interleave(samples)
-        rows = torch.arange(times * samples, device="cpu")  # position by position
+    def restoring(self, layers: Sequence[int], pos: int) -> ip.Variant:
+        """The clean values at a position of some layers."""
 
         def restore(value: Tensor, hook: Any) -> None:
-            value[rows, places] = self.kept[self.site, hook.layer()][0, places].to(value)
+            value[:, pos] = self.kept[self.site, hook.layer()][0, pos].to(value)
 
-        hooks = [((self.site, layer), restore) for layer in layers]
-        self.forwards += 1
-        stream = self.streams["resid_pre", layers[0]]
-        given = {"times": times, "fwd_hooks": hooks, "before": [self.blur], **self.last}
-        logits = self.batch.run_from(layers[0], stream, **given)
-        return torch.stack([self.measure(part) for part in logits.split(samples)])
+        return ip.Variant([((self.site, layer), restore) for layer in layers])
 
-    def protocol(self) -> dict[str, Any]:
-        """What is said of the runs."""
-        return {
-            "noise": f"{self.size:g} x {self.std:.3g}",
-            "subject at": self.blurred,
-            "clean": self.clean,
-            "noisy": float(self.noisy.mean()),
-            "forwards": self.forwards,
-        }
+    def runs(self, noise: Tensor, variants: Sequence[ip.Variant], **more: Any) -> ip.VariantRuns:
+        """Variants of the text, with each noise."""
+        count = len(noise)
+
+        def blur(embed: Tensor, hook: Any) -> None:  # noqa: ARG001
+            embed[:, self.blurred] += noise.to(embed)
+
+        # The same text again and again: one answer is for all of them.
+        same, numbers = self.text.clean.expand(count, -1), self.text.numbers * count
+        return ip.run_variants(
+            self.model,
+            dataclasses.replace(self.text, clean=same, numbers=numbers),
+            variants,
+            metric=self.metric,
+            clean_logits=self.logits.expand(count, -1, -1),
+            hooks=[("hook_embed", blur)],
+            **more,
+        )
 
 
 def _alone(batches: Sequence[Any]) -> Any:
@@ -198,16 +203,8 @@ def _metric(
         raise ValueError("give answer=... or metric=..., not both.")
     if metric is not None:
         return metric, {"metric": ip.metrics.label(metric)}
-    assert answer is not None
+    if answer is None:
+        answer = int(model(one.clean)[0, -1].argmax())
     known = isinstance(answer, int) and one.str_tokens is not None
     word = model.to_single_str_token(answer) if known else answer
     return ip.metrics.probability(answer), {"metric": f"probability({word!r})"}
-
-
-def _window(layer: int, size: int) -> range:
-    """So many layers around one; of an even number, one more is before it."""
-    return range(layer - size // 2, layer + (size + 1) // 2)
-
-
-def _chunks(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (numbers[at : at + size] for at in range(0, len(numbers), size))

@@ -11,11 +11,9 @@ With all edges kept this is the clean run, with none it is the corrupt run.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from pathlib import Path
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -26,9 +24,8 @@ from interpose.methods.circuit_picture import picture
 from interpose.methods.edge_ablation import AblatedRun
 from interpose.methods.wiring import Edge, Graph, wiring
 from interpose.progress import ShowProgress, tracked
-from interpose.render.html import html_table, page, write
 from interpose.render.text import table
-from interpose.results.table import number
+from interpose.results.result import shown
 
 EVIDENCE = (
     "Evidence for how much of the metric the kept edges carry by themselves, on these texts and against this "
@@ -38,13 +35,13 @@ EVIDENCE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Circuit:
+class Circuit(ip.Result):
     """A part of a model: the edges that are kept.
 
     ```python
     circuit = scores.circuit(edges=200)
     len(circuit), circuit.nodes
-    circuit.save("circuit.svg")       # or .html, .json
+    circuit.save("circuit.svg")       # or .png, .html, .csv, .json
     ```
 
     Attributes:
@@ -92,70 +89,47 @@ class Circuit:
             kept[place] = True
         return kept
 
-    def to_dict(self) -> dict[str, Any]:
-        """Itself as data that JSON takes."""
-        return {
-            "format": "interpose.Circuit",
-            "version": 1,
-            "writers": list(self.graph.writers),
-            "readers": list(self.graph.readers),
-            "reach": list(self.graph.reach),
-            "edges": [list(edge) for edge in self.edges],
-            "scores": list(self.scores),
-        }
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Circuit:
-        """What `to_dict` wrote."""
-        if data.get("format") != "interpose.Circuit" or data.get("version") != 1:
-            raise ValueError("this is not what Circuit.to_dict writes.")
-        graph = Graph(
-            writers=tuple(data["writers"]),
-            readers=tuple(data["readers"]),
-            reach=tuple(data["reach"]),
-        )
-        edges = tuple((writer, reader) for writer, reader in data["edges"])
-        return cls(graph=graph, edges=edges, scores=tuple(data["scores"]))
+    def brought_up(cls, words: dict[str, Any]) -> dict[str, Any]:
+        """The parts of version 1, where those of the graph lay beside the others."""
+        graph = {name: words.pop(name) for name in ("writers", "readers", "reach")}
+        return {**words, "graph": graph}
 
     @property
     def title(self) -> str:
         """Its size, in a line."""
         return f"Circuit of {len(self)} of {len(self.graph)} edges, {len(self.nodes)} nodes"
 
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        if not self.scores:
-            return ("from", "to"), list(self.edges)
-        rows = sorted(zip(self.edges, self.scores), key=lambda row: -abs(row[1]))
-        return ("from", "to", "score"), [(*edge, number(score)) for edge, score in rows]
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every edge as a dictionary: its writer, its reader, and its score as its value, where there is one."""
+        for edge, score in zip_longest(self.edges, self.scores):
+            known = {} if score is None else {"value": score}
+            yield {"writer": edge[0], "reader": edge[1], **known}
 
-    def __repr__(self) -> str:
-        head, rows = self._table()
-        more = [("...",) * len(head)] if len(rows) > 12 else []
-        return table(head, [*rows[:12], *more], title=self.title)
+    def cells(self) -> list[list[str]]:
+        """The edges as they are printed, the strongest first."""
+        found = self.top(len(self)) if self.scores else self.records()
+        return [list(map(shown, record.values())) for record in found]
 
-    def svg(self) -> str:
+    def text_body(self, high: int) -> str:
+        """A table of the first edges.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        rows = self.cells()
+        few = min(12, high - 3)
+        more = [["..."] * len(self.names())] if len(rows) > few else []
+        return table(self.names(), [*rows[:few], *more])
+
+    def svg(self, title: str | None = None) -> str:
         """A drawing of its nodes by layer, the input at the bottom, and of its edges."""
-        return picture(self)
+        return picture(self, self.title if title is None else title)
 
-    def html(self) -> str:
-        """The drawing, and its edges in a table; nothing is loaded."""
-        head, rows = self._table()
-        drawn = f'<div style="overflow-x:auto">{self.svg()}</div>'
-        return f"<div>{drawn}{html_table(head, rows)}</div>"
-
-    def _repr_html_(self) -> str:
-        return self.html()
-
-    def save(self, path: str | Path) -> Path:
-        """Write a drawing (``x.svg``), a page (``x.html``) or the edges (``x.json``), and return where it is."""
-        kind = Path(path).suffix
-        if kind == ".svg":
-            return write(path, self.svg())
-        if kind == ".html":
-            return write(path, page("interpose", self.html()))
-        if kind == ".json":
-            return write(path, json.dumps(self.to_dict()))
-        raise ValueError(f"save writes .svg, .html or .json; got {str(path)!r}.")
+    def html_body(self) -> str:
+        """The drawing, and its edges in a table."""
+        drawn = f'<div style="overflow-x:auto">{self.svg("")}</div>'
+        return drawn + ip.Result.html_body(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

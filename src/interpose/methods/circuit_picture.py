@@ -18,10 +18,10 @@ _READS = {
 }  # where on a head's lower side its queries, keys and values come in
 
 
-def picture(circuit: Circuit) -> str:
+def picture(circuit: Circuit, title: str) -> str:
     """The circuit as an SVG document that loads nothing."""
     middle, width, height = _places(circuit.nodes)
-    parts = [_text(width / 2, 18, circuit.title, bold=True), *_edges(circuit, middle)]
+    parts = [_text(width / 2, 18, title, bold=True), *_edges(circuit, middle)]
     for name, (x, y) in middle.items():
         fill = "#ddf4ff" if "." in name else "#fff8c5" if name.startswith("m") else "#eaeef2"
         parts.append(

@@ -10,6 +10,7 @@ difference of the logit between the prompts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor
 import interpose as ip
 from interpose.precision import wide
 from interpose.progress import ShowProgress, tracked
-from interpose.render import escape
 from interpose.render.html import Markup, bar, html_table
 from interpose.render.labelled import Labelled
 from interpose.render.text import table
@@ -47,6 +47,10 @@ class PromptComparison(ip.Scores):
     rest: dict[str, float] = field(default_factory=dict)
     total: float | None = None
 
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: also how alike the directions are."""
+        return {**ip.Scores.columns(self), "cosine": self.cosine.flatten().tolist()}
+
     def drawings(self) -> dict[str, Labelled]:
         """Each quantity with its labels, by its name."""
         labels = self.labels
@@ -67,31 +71,29 @@ class PromptComparison(ip.Scores):
         said = " + ".join(f"{value:z.3f} ({name})" for name, value in sums.items())
         return [*ip.Scores.lines(self), f"attribution: {self.total:z.3f} = {said}"]
 
-    def __repr__(self) -> str:
+    def text_body(self, high: int) -> str:
+        """A line for each component with all quantities, or a grid of each.
+
+        Args:
+            high: how many lines there are for it.
+        """
         if list(self.axes) != ["component"]:
-            return ip.Scores.__repr__(self)
+            return ip.Scores.text_body(self, high)
         columns = [drawn.values.tolist() for drawn in self.drawings().values()]
         rows = [
             (name, *(f"{value:.3f}" for value in row))
-            for name, *row in zip(self.axes["component"], *columns)
+            for name, *row in zip(self.labels["component"], *columns)
         ]
-        head = [self.title, *(f"  {line}" for line in self.lines()), ""]
-        return "\n".join([*head, table(("component", *self.drawings()), rows)])
+        return "\n" + table(("component", *self.drawings()), rows, most=high - 3)
 
-    def html(self) -> str:
+    def html_body(self) -> str:
         """A table with a bar for each quantity, or a heat map of each."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        drawings = self.drawings()
-        if list(self.axes) == ["component"]:
-            columns = [_bars(drawn) for drawn in drawings.values()]
-            rows = list(zip(self.axes["component"], *columns))
-            body = html_table(("component", *drawings), rows)
-        else:
-            body = "".join(
-                f"<p><b>{name}</b></p>{drawn.html()}" for name, drawn in drawings.items()
-            )
-        note = f'<p class="note">{escape.html(self.evidence)}</p>'
-        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{body}{note}</div>'
+        if list(self.axes) != ["component"]:
+            return ip.Scores.html_body(self)
+        columns = [_bars(drawn) for drawn in self.drawings().values()]
+        return html_table(
+            ("component", *self.drawings()), list(zip(self.labels["component"], *columns))
+        )
 
 
 @torch.no_grad()

@@ -62,12 +62,17 @@ class DirectLogitAttribution(ip.Scores):
         labels = {"layer": self.labels["layer"]}
         return Labelled(values=self.values.sum(-1), labels=labels, what="all neurons")
 
-    def __repr__(self) -> str:
-        shown = ip.Scores.__repr__(self)
-        if "neuron" in self.axes:
-            best = [f"  {r['layer']}.{r['neuron']}: {r['value']:.3f}" for r in self.top(10)]
-            shown = "\n".join([shown, "", "the strongest neurons:", *best])
-        return shown
+    def text_body(self, high: int) -> str:
+        """As every score, and the strongest neurons.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        if "neuron" not in self.axes:
+            return ip.Scores.text_body(self, high)
+        best = [f"  {r['layer']}.{r['neuron']}: {r['value']:.3f}" for r in self.top(10)]
+        above = ip.Scores.text_body(self, high - len(best) - 2)
+        return "\n".join([above, "", "the strongest neurons:", *best])
 
 
 @torch.no_grad()

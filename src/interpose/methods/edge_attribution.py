@@ -13,7 +13,7 @@ at the inputs of single heads come from those at q, k and v, through the head's 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,19 +73,10 @@ class EdgeScores(ip.Scores):
             evidence=self.evidence,
         )
 
-    def top(self, k: int = 10) -> list[dict[str, Any]]:
-        """The strongest edges, up or down, the strongest first."""
-        order = self.values.abs().flatten().argsort(descending=True, stable=True)[:k].tolist()
-        found = [divmod(place, len(self.axes["reader"])) for place in order]
-        return [
-            {
-                "writer": self.axes["writer"][writer],
-                "reader": self.axes["reader"][reader],
-                "value": float(self.values[writer, reader]),
-            }
-            for writer, reader in found
-            if writer < self.reach[reader]
-        ]
+    def places(self) -> Iterable[int]:
+        """The edges that there can be, as numbers in ``values.flatten()``."""
+        wide = len(self.axes["reader"])
+        return sorted(w * wide + r for r, many in enumerate(self.reach) for w in range(many))
 
     def circuit(self, edges: int) -> ip.Circuit:
         """The part of the model with the strongest edges that lead somewhere.

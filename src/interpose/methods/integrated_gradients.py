@@ -22,7 +22,7 @@ import interpose as ip
 from interpose.methods.gradient_attribution import folded, must_have_gradient, sites_by_layer
 from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
-from interpose.results.table import number
+from interpose.results.result import number
 
 _CLOSE = 0.01
 _ROWS = 64  # that run together

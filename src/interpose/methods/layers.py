@@ -33,3 +33,8 @@ def sites_in(model: Any, kind: str, layers: Layers, what: str) -> dict[int, str]
     """
     there = {model.sites[name].layer: name for name in model.sites.select(kind)}
     return {n: there[n] for n in chosen_layers(layers, list(there), len(model.blocks), what)}
+
+
+def around(layer: int, size: int) -> range:
+    """So many layers around one; of an even number, one more is before it."""
+    return range(layer - size // 2, layer + (size + 1) // 2)

@@ -21,7 +21,6 @@ import interpose as ip
 from interpose.methods.layers import chosen_layers
 from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
-from interpose.render import escape
 from interpose.render.labelled import Labelled
 from interpose.render.words import WordGrid
 
@@ -85,18 +84,31 @@ class LogitLens(ip.Scores):
         labels = self.labels
         return WordGrid(cells=cells, rows=labels["layer"], columns=labels["pos"], corner="layer")
 
-    def __repr__(self) -> str:
-        if not self.is_grid:
-            return ip.Scores.__repr__(self)
-        head = [self.title, *(f"  {line}" for line in self.lines())]
-        return "\n".join([*head, "", self.words().text()])
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: also the likeliest token, and what there is of the answer."""
+        found: dict[str, Sequence[Any]] = ip.Scores.columns(self)
+        if self.top_tokens is not None and self.top_ids is not None:
+            found["says"] = self.top_tokens[:: self.top_ids.shape[-1]]
+        for name in ("kl", "answer_logit", "answer_probability", "answer_rank"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value.flatten().tolist()
+        return found
 
-    def html(self) -> str:
+    def text_body(self, high: int) -> str:
+        """The likeliest token of each cell, or the numbers.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        if not self.is_grid or len(self.axes["layer"]) > high - 3:
+            return ip.Scores.text_body(self, high)
+        return "\n" + self.words().text()
+
+    def html_body(self) -> str:
         """A grid with the likeliest token in each cell; point at one to see the next ones."""
         if not self.is_grid:
-            return ip.Scores.html(self)
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        parts = [f"<p><b>{escape.html(self.title)}</b>{about}</p>", self.words().html()]
+            return ip.Scores.html_body(self)
+        parts = [self.words().html()]
         more = {
             "Probability of the answer": self.answer_probability,
             "How many tokens are likelier than the answer": self.answer_rank,
@@ -106,8 +118,7 @@ class LogitLens(ip.Scores):
             if values is not None:
                 drawn = Labelled(values=values.float(), labels=self.labels).html()
                 parts.append(f"<p><b>{caption}</b></p>{drawn}")
-        note = f'<p class="note">{escape.html(self.evidence)}</p>'
-        return f'<div style="font-size:14px">{"".join(parts)}{note}</div>'
+        return "".join(parts)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from interpose.models.selection import entries
 from interpose.progress import Progress, ShowProgress, count
 from interpose.render import colours, escape
 from interpose.render.html import Markup, html_table
-from interpose.render.labels import token_text
+from interpose.render.labels import token_label, token_text
 from interpose.render.text import table
 
 _LAST = 2**62  # an order that comes after all
@@ -57,27 +57,6 @@ class MaxActivating(ip.Scores):
     words: dict[str, str]
     count: int
 
-    def examples(self, unit: int) -> list[dict[str, Any]]:
-        """The best places of a unit, the best first: value, text, pos, token, and the tokens around it."""
-        if unit not in self.axes["unit"]:
-            raise KeyError(f"no unit {unit!r} among {self.axes['unit']}.")
-        row, found = self.axes["unit"].index(unit), []
-        middle = self.windows.shape[2] // 2
-        for rank in range(self.values.shape[1]):
-            if int(self.texts[row, rank]) < 0:
-                break
-            window = [self.words.get(str(token), "") for token in self.windows[row, rank].tolist()]
-            found.append(
-                {
-                    "value": float(self.values[row, rank]),
-                    "text": int(self.texts[row, rank]),
-                    "pos": int(self.positions[row, rank]),
-                    "token": window[middle],
-                    "context": "".join(window),
-                }
-            )
-        return found
-
     def merge(self, other: MaxActivating) -> MaxActivating:
         """The result of both: as if the other's texts had come after these."""
         for name in ("site", "layer", "head", "directions", "sign", "k", "context", "skip_first"):
@@ -100,28 +79,62 @@ class MaxActivating(ip.Scores):
             count=self.count + other.count,
         )
 
-    def __repr__(self) -> str:
-        shown, rows = max(1, _SHOWN // self.values.shape[1]), []
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: also its text, its position, its token and those around it."""
+        around = [self._around(window) for window in self.windows.flatten(0, 1).tolist()]
+        return {
+            **ip.Scores.columns(self),
+            "text": self.texts.flatten().tolist(),
+            "pos": self.positions.flatten().tolist(),
+            "token": [token for token, _ in around],
+            "context": [context for _, context in around],
+        }
+
+    def _around(self, window: list[int]) -> tuple[str, str]:
+        """The token in the middle, and all of them."""
+        words = [self.words.get(str(token), "") for token in window]
+        return words[len(words) // 2], "".join(words)
+
+    def places(self) -> Iterable[int]:
+        """The places that the data filled, as numbers in ``values.flatten()``."""
+        return (self.texts.flatten() >= 0).nonzero().flatten().tolist()
+
+    def examples(self, unit: int) -> list[dict[str, Any]]:
+        """The best places of a unit, the best first: value, text, pos, token, and the tokens around it."""
+        if unit not in self.axes["unit"]:
+            raise KeyError(f"no unit {unit!r} among {self.axes['unit']}.")
+        row, found = self.axes["unit"].index(unit), []
+        parts = (
+            part[row].tolist() for part in (self.values, self.texts, self.positions, self.windows)
+        )
+        for value, text, pos, window in zip(*parts):
+            if text >= 0:
+                token, context = self._around(window)
+                place = {"value": value, "text": text, "pos": pos, "token": token}
+                found.append({**place, "context": context})
+        return found
+
+    def text_body(self, high: int) -> str:
+        """The best places of the first units.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        shown, rows = max(1, min(_SHOWN, high - 4) // self.values.shape[1]), []
         for unit in self.axes["unit"][:shown]:
             for place in self.examples(unit):
-                where = (str(place["text"]), str(place["pos"]), repr(place["token"]))
-                rows.append(
-                    (str(unit), f"{place['value']:.3g}", *where, token_text(place["context"]))
-                )
-        about = [self.title, *(f"  {line}" for line in self.lines()), ""]
-        grid = table(("unit", "value", "text", "pos", "token", "context"), rows)
+                where = (str(place["text"]), str(place["pos"]), token_label(place["token"]))
+                said = (f"{place['value']:.3g}", *where, token_text(place["context"]))
+                rows.append((str(unit), *said))
+        grid = table(("unit", "value", "text", "pos", "token", "context"), rows, most=high - 4)
         left = len(self.axes["unit"]) - shown
-        return "\n".join([*about, grid, *([f"... and {left} more units"] if left > 0 else [])])
+        return "\n" + "\n".join([grid, *([f"... and {left} more units"] if left > 0 else [])])
 
-    def html(self) -> str:
-        """For each unit its best places, tokens coloured by how active it is there; nothing is loaded."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
+    def html_body(self) -> str:
+        """For each unit its best places, tokens coloured by how active it is there."""
         units = "".join(map(self._unit_html, self.axes["unit"][:_SHOWN]))
         left = len(self.axes["unit"]) - _SHOWN
-        more = f"<p>... and {left} more units</p>" if left > 0 else ""
-        note = f'<p class="note">{escape.html(self.evidence)}</p>'
-        head = f"<p><b>{escape.html(self.title)}</b>{about}</p>"
-        return f'<div style="font-size:14px">{head}{units}{more}{note}</div>'
+        return units + (f"<p>... and {left} more units</p>" if left > 0 else "")
 
     def _unit_html(self, unit: int) -> str:
         row, middle = self.axes["unit"].index(unit), self.windows.shape[2] // 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.render import escape
 from interpose.render.html import html_table
 from interpose.render.text import table
 
@@ -40,11 +39,10 @@ class Patchscope(ip.Scores):
     says: list[Any]
     generated: list[Any] | None = None
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Every cell as a dictionary: its layers, its value, what it says."""
-        for number, record in enumerate(ip.Scores.records(self)):
-            more = {} if self.generated is None else {"generated": self.generated[number]}
-            yield {**record, "says": self.says[number], **more}
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every cell, by name: also what it says, and goes on with."""
+        more = {} if self.generated is None else {"generated": self.generated}
+        return {**ip.Scores.columns(self), "says": self.says, **more}
 
     def words(self) -> tuple[list[str], list[list[str]]]:
         """What is said, as a table: its head and its rows. Source layers are rows; target layers, if any, columns."""
@@ -61,20 +59,22 @@ class Patchscope(ip.Scores):
             list(r) for r in rows
         ]
 
-    def __repr__(self) -> str:
-        head = [self.title, *(f"  {line}" for line in self.lines()), ""]
-        return "\n".join([*head, table(*self.words())])
+    def text_body(self, high: int) -> str:
+        """What each cell says.
 
-    def html(self) -> str:
-        """A heat map of the metric, and what each cell says; nothing is loaded."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
+        Args:
+            high: how many lines there are for it.
+        """
+        return "\n" + table(*self.words(), most=high - 3)
+
+    def html_body(self) -> str:
+        """A heat map of the metric, and what each cell says."""
         parts = [self.view().html(), html_table(*self.words(), title="What it says")]
         if self.generated and len(self.axes) == 2:
             places = ((cell["source_layer"], cell["target_layer"]) for cell in self.records())
             cells = [(*map(str, at), repr(text)) for at, text in zip(places, self.generated)]
             parts.append(html_table(("source", "target", "generated"), cells, most=2000))
-        parts.append(f'<p class="note">{escape.html(self.evidence)}</p>')
-        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{"".join(parts)}</div>'
+        return "".join(parts)
 
 
 @torch.no_grad()

@@ -13,13 +13,15 @@ To the logits, run 1 alone is enough.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import work_of
+from interpose.progress import Progress, ShowProgress
 
 _EVIDENCE = (
     "Evidence for what a sender hands to these receivers past all other heads; not for its whole effect, which may go "
@@ -40,8 +42,9 @@ def path_patching(
     receivers: str | Sequence[Receiver] = "logits",
     mlps: str = "live",
     batch_size: int = 16,
-    max_rows: int = 64,
+    max_rows: int | None = None,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> ip.Scores:
     """How far the metric moves when receivers hear a head's value from the corrupted text, and nobody else does.
 
@@ -67,8 +70,9 @@ def path_patching(
             and ``v`` are key-value heads.
         mlps: ``live`` or ``frozen``: whether MLPs on the way are recomputed or held at their clean values.
         batch_size: how many pairs run together, at most.
-        max_rows: how many rows (pairs times senders) run together, at most; the pairs of a sender always do.
+        max_rows: how many rows (pairs times senders) run together, at most; by default as many as fit in memory.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
     if mlps not in ("live", "frozen"):
         raise ValueError(f"mlps is 'live' or 'frozen'; got {mlps!r}.")
@@ -80,108 +84,106 @@ def path_patching(
     hearing = [] if receivers == "logits" else _hearing(model, receivers)
     end = max((layer for layer, _, _ in hearing), default=len(layers))
     batches = ip.batches(model, clean, corrupt, batch_size=batch_size, prepend_bos=prepend_bos)
-    each = torch.zeros(len(wanted), batches[0].total, device="cpu")
-    ends, forwards = torch.zeros(2, batches[0].total, device="cpu"), 0
-    for batch in batches:
-        paths = _Paths(model, batch, metric, hearing, mlps == "frozen", end)
-        ends[:, list(batch.numbers)] = torch.stack(paths.ends).cpu()
-        each[:, list(batch.numbers)] = paths.of_all(wanted, max(1, max_rows // len(batch))).cpu()
-        forwards += paths.forwards
+    each = torch.full((len(wanted), batches[0].total), torch.nan, device="cpu")
+    each[[number for number, (layer, _) in enumerate(wanted) if layer >= end]] = 0.0
+    ends = torch.zeros(2, batches[0].total, device="cpu")
+    speaking = [number for number, (layer, _) in enumerate(wanted) if layer < end]
+    done: list[_Paths] = []
+    with Progress(progress, len(speaking) * batches[0].total, "path", keeps=True) as advance:
+        for batch in batches:
+            paths = _Paths(model, batch, metric, hearing, mlps == "frozen", end)
+            done.append(paths)
+            for number, effect in paths.effects([wanted[number] for number in speaking], max_rows):
+                each[speaking[number], list(batch.numbers)] = effect.cpu()
+                advance.step(len(batch))
+            ends[:, list(batch.numbers)] = torch.stack(paths.ends).cpu()
     axes: dict[str, list[Any]] = {"head": [f"{layer}.{head}" for layer, head in wanted]}
     if senders is None:
         axes = {"layer": list(layers), "head": list(range(count))}
         each = each.unflatten(0, (len(layers), count))
-    said = {
-        "metric": ip.metrics.label(metric),
-        "receivers": _written(hearing),
-        "mlps": mlps,
-    }
-    clean_metric, corrupt_metric = ends.mean(1).tolist()
-    return ip.Scores.averaged(
+    whole = [tokens for paths in done for tokens in (paths.batch.clean, paths.batch.corrupt)]
+    found = ip.Scores.averaged(
         each,
         title=f"Path patching: heads to {'heads' if hearing else 'the logits'}",
         axes=axes,
         unit="change of the metric",
-        protocol={**said, "clean": clean_metric, "corrupt": corrupt_metric, "forwards": forwards},
+        protocol={
+            "metric": ip.metrics.label(metric),
+            "receivers": _written(hearing),
+            "mlps": mlps,
+            "clean": float(ends[0].mean()),
+            "corrupt": float(ends[1].mean()),
+            **work_of([runs for paths in done for runs in paths.runs], *whole),
+        },
         evidence=_EVIDENCE,
     )
+    return advance.whole(found)
 
 
 class _Paths:
-    """The two runs of some pairs, and what follows when senders speak to receivers."""
+    """Some pairs of texts, and what follows when senders speak to receivers."""
 
     def __init__(
         self, model: Any, batch: Any, metric: Any, hearing: list[Receiver], frozen: bool, end: int
     ) -> None:
-        self.model, self.batch, self.hearing, self.end = model, batch, hearing, end
-        mlps = [point.layer() for point in _points(model, "hook_mlp_out")] if frozen else []
-        self.held = [("z", n) for n in range(len(model.blocks))] + [("mlp_out", n) for n in mlps]
-        self.last = batch.last_logits(metric)
-        names = ["resid_pre", *self.held]
-        logits, self.clean = model.run_with_cache(batch.clean, names_filter=names, **self.last)
-        self.measure = batch.measure(metric, logits)
-        other, self.corrupt = model.run_with_cache(batch.corrupt, names_filter="z", **self.last)
-        self.ends = [self.measure(logits), self.measure(other)]
-        self.forwards = 2
+        self.model, self.batch, self.metric = model, batch, metric
+        self.hearing, self.end = hearing, end
+        self.mlps = [point.layer() for point in _points(model, "hook_mlp_out")] if frozen else []
+        names = ["z", *["mlp_out"] * frozen]
+        _, self.clean = model.run_with_cache(batch.clean, names_filter=names, return_type=None)
+        last = batch.last_logits(metric)
+        self.logits, self.corrupt = model.run_with_cache(batch.corrupt, names_filter="z", **last)
+        self.ends: list[Tensor] = []
+        self.runs: list[ip.VariantRuns] = []
 
-    def of_all(self, senders: Sequence[Head], size: int) -> Tensor:
-        """The effect of every sender, [sender, example]; so many of them run together."""
-        found = torch.zeros(len(senders), len(self.batch), device=self.ends[0].device)
-        order = sorted((head, n) for n, head in enumerate(senders) if head[0] < self.end)
-        for at in range(0, len(order), size):
-            some = order[at : at + size]
-            found[[n for _, n in some]] = self.effects([head for head, _ in some])
-        return found
+    def effects(
+        self, senders: Sequence[Head], max_rows: int | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """How far the metric moves from the clean run, [example], by the number of each sender."""
+        variants = [self._speaking(*one) for one in senders]
+        if self.hearing and senders:
+            kinds = list(dict.fromkeys((kind, layer) for layer, _, kind in self.hearing))
+            heard = self._run(variants, max_rows, names_filter=kinds, return_type=None)
+            told = {run.number: self._told(senders[run.number][0], run.cache) for run in heard}
+            variants = [told[number] for number in range(len(senders))]
+        runs = self._run(variants, max_rows, metric=self.metric)
+        corrupt = self.batch.measure(self.metric, runs.base.logits)(self.logits)
+        self.ends = [runs.base.measured, corrupt]
+        for run in runs:
+            yield run.number, run.measured - runs.base.measured
 
-    def effects(self, senders: list[Head]) -> Tensor:
-        """How far the metric moves from the clean run, for each sender: [sender, example]."""
-        first, times = senders[0][0], len(senders)
-        hooks = self._held(senders, first)
-        hearing = [one for one in self.hearing if one[0] > first]  # the others hear nothing new
-        if hearing:
-            kinds = list(dict.fromkeys((kind, layer) for layer, _, kind in hearing))
-            heard = self._run(first, times, hooks, keep=kinds)
-            first, hooks = min(layer for layer, _, _ in hearing), _told(hearing, heard)
-        logits = self._run(first, times, hooks)
-        after = torch.stack([self.measure(part) for part in logits.split(len(self.batch))])
-        found: Tensor = after - self.ends[0]
-        return found
+    def _run(
+        self, variants: list[ip.Variant], max_rows: int | None, **wanted: Any
+    ) -> ip.VariantRuns:
+        options = {"max_rows": max_rows, "progress": False, **wanted}
+        self.runs.append(ip.run_variants(self.model, self.batch, variants, **options))
+        return self.runs[-1]
 
-    def _held(self, senders: list[Head], first: int) -> list[Any]:
-        """Hooks of run 1: every head at its clean value, but in the rows of a sender its corrupted one."""
-        size = len(self.batch)
+    def _speaking(self, layer: int, head: int) -> ip.Variant:
+        """Run 1: a sender at its corrupted value, every head behind it at its clean one."""
 
-        def hold(value: Tensor, hook: Any) -> Tensor:  # [sender and example, pos, ...]
-            kind = "z" if "head" in hook.axes else "mlp_out"
-            held: Tensor = self.clean[kind, hook.layer()].repeat(
-                len(senders), *[1] * (value.ndim - 1)
-            )
-            for number, (layer, head) in enumerate(senders):
-                if kind == "z" and layer == hook.layer():
-                    rows = slice(number * size, (number + 1) * size)
-                    held[rows, :, head] = self.corrupt["z", layer][:, :, head]
-            return held
+        def speak(value: Tensor, hook: Any) -> None:
+            value[:, :, head] = self.corrupt["z", hook.layer()][:, :, head]
 
-        return [(site, hold) for site in self.held if first <= site[1] < self.end]
+        def hold(value: Tensor, hook: Any) -> None:
+            value.copy_(self.clean["z" if "head" in hook.axes else "mlp_out", hook.layer()])
 
-    def _run(self, layer: int, times: int, hooks: list[Any], keep: list[Any] | None = None) -> Any:
-        """Logits of the clean text with hooks, once for each sender; or the values at some sites, as far as needed."""
-        self.forwards += 1
-        given = self.last if keep is None else {"names_filter": keep, **self.last}
-        stream = self.clean["resid_pre", layer]
-        return self.batch.run_from(layer, stream, times=times, fwd_hooks=hooks, **given)
+        held = [("z", n) for n in range(layer + 1, self.end)]
+        held += [("mlp_out", n) for n in self.mlps if layer <= n < self.end]
+        return ip.Variant([(("z", layer), speak), *((site, hold) for site in held)])
 
+    def _told(self, sender: int, heard: ip.Cache) -> ip.Variant:
+        """Run 2: receivers behind a sender get what they heard in run 1; the others hear nothing new."""
 
-def _told(hearing: list[Receiver], heard: Any) -> list[Any]:
-    """Hooks of run 2: receivers get what they heard in run 1."""
+        def telling(layer: int, head: int, kind: str) -> Any:
+            new = heard[kind, layer][:, :, head].clone()
 
-    def tell(layer: int, head: int, kind: str) -> Any:
-        def put(value: Tensor, hook: Any) -> None:  # noqa: ARG001
-            value[:, :, head] = heard[kind, layer][:, :, head]
+            def tell(value: Tensor, hook: Any) -> None:  # noqa: ARG001
+                value[:, :, head] = new
 
-        return (kind, layer), put
+            return (kind, layer), tell
 
-    return [tell(*one) for one in hearing]
+        return ip.Variant([telling(*one) for one in self.hearing if one[0] > sender])
 
 
 def _points(model: Any, kind: str) -> list[Any]:

@@ -12,25 +12,22 @@ dealt at random to types of inputs: what a probe reaches there it has by memoris
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.files.writing import write_whole
 from interpose.methods.layers import sites_in
 from interpose.methods.linear_fits import Affine, Data, Task, fitted, measures, predicted
 from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
+from interpose.results.result import shown
 
 _KINDS = ("ridge", "logistic", "difference_of_means")
-_FORMAT = "interpose.probe"
 _EVIDENCE = (
     "Evidence that the labels can be read off linearly, on inputs that were held out and better than by memorising "
     "(selectivity); not that the model uses what is read: for that, edit along the direction and look at its answers."
@@ -38,8 +35,13 @@ _EVIDENCE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Probe:
+class Probe(ip.Result):
     """A fitted probe of one layer: ``probe(values)`` reads values [..., unit].
+
+    ```python
+    found.best.save("probe.safetensors")
+    ip.Probe.load("probe.safetensors").direction
+    ```
 
     Attributes:
         site: where it reads.
@@ -50,6 +52,8 @@ class Probe:
         bias: [row].
         classes: the labels; None for numbers.
     """
+
+    FORMER: ClassVar[tuple[str, ...]] = ("interpose.probe",)
 
     site: str
     layer: int
@@ -81,30 +85,22 @@ class Probe:
         """
         return self.weight[0] if len(self.weight) == 1 else self.weight
 
-    def save(self, path: str | Path) -> Path:
-        """Write a safetensors file, whole or not at all, and return where it is."""
-        from safetensors.torch import save
-
-        about = {"site": self.site, "layer": self.layer, "head": self.head, "kind": self.kind}
-        metadata = {_FORMAT: json.dumps({**about, "classes": self.classes, "version": 1})}
-        tensors = {"weight": self.weight.cpu(), "bias": self.bias.cpu()}
-        return write_whole(path, save(tensors, metadata=metadata))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Probe:
-        """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(_FORMAT, "{}"))
-            if about.pop("version", None) != 1:
-                raise ValueError(f"{str(path)!r} is no probe that this interpose can read.")
-            return cls(weight=file.get_tensor("weight"), bias=file.get_tensor("bias"), **about)
-
-    def __repr__(self) -> str:
+    @property
+    def title(self) -> str:
+        """What it reads, and where."""
         what = "a number" if self.classes is None else f"{len(self.classes)} classes"
-        head = "" if self.head is None else f", head={self.head}"
-        return f"Probe({self.site!r}, layer={self.layer}{head}, {self.kind}, {what})"
+        head = "" if self.head is None else f", head {self.head}"
+        return f"Probe of {what} at {self.site}, layer {self.layer}{head}, fitted by {self.kind}"
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every weight as a dictionary: its row, its unit, its value."""
+        for row, weights in enumerate(self.weight.tolist()):
+            for unit, value in enumerate(weights):
+                yield {"row": row, "unit": unit, "value": value}
+
+    def cells(self) -> list[list[str]]:
+        """The largest weights as they are printed."""
+        return [list(map(shown, record.values())) for record in self.top(10)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

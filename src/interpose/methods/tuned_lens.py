@@ -11,7 +11,7 @@ The model is frozen, and its streams are collected once for all layers. The last
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.files.writing import replacing
 from interpose.progress import ShowProgress, tracked
+from interpose.results.loading import load_result
 
 if TYPE_CHECKING:
     from interpose.methods.logit_lens import LogitLens
 
-_FORMAT = "interpose.TunedLens 1"
 _EVIDENCE = (
     "Evidence for what an affine map can tell of the model's prediction from a layer's stream. Not evidence that the "
     "model uses it there: the map is trained, and may find by itself what later layers compute in another way."
@@ -34,7 +33,7 @@ _EVIDENCE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class TunedLens:
+class TunedLens(ip.Result):
     """An affine map for each layer.
 
     ```python
@@ -130,40 +129,37 @@ class TunedLens:
         found = ip.logit_lens(model, texts, through=self.translate, **options)
         return dataclasses.replace(found, title="Tuned lens at resid_post", evidence=_EVIDENCE)
 
-    def __repr__(self) -> str:
+    @property
+    def title(self) -> str:
+        """How it was trained."""
+        said = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in self.protocol.items()
+        )
+        return f"Tuned lens: {said}; KL at the beginning and at the end"
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every layer as a dictionary: its divergence at first, and in the end as its value."""
         few = max(1, len(self.kl) // 10)
-        first, last = self.kl[:few].mean(0).tolist(), self.kl[-few:].mean(0).tolist()
-        rows = [f"  layer {i}: {a:.3f} -> {b:.3f}" for i, (a, b) in enumerate(zip(first, last))]
-        said = ", ".join(f"{name} {value}" for name, value in self.protocol.items())
-        if len(rows) > 30:
-            rows[14:-14] = [f"  ... {len(rows) - 28} more layers ..."]
-        return "\n".join([f"TunedLens: {said}; KL at the beginning and at the end:", *rows])
+        ends = (self.kl[:few].mean(0).tolist(), self.kl[-few:].mean(0).tolist())
+        for layer, (first, last) in enumerate(zip(*ends)):
+            yield {"layer": layer, "first": first, "value": last}
 
-    def save(self, path: str | Path) -> Path:
-        """Write it as safetensors, with everything else as JSON in its header; whole, or not at all."""
-        from safetensors.torch import save_file
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> TunedLens:
+        """What `save` wrote, for a model of the same shape, on its device.
 
-        kept = {"matrices": self.matrices, "offsets": self.offsets, "kl": self.kl}
-        about = {"shape": json.dumps(self.shape), "protocol": json.dumps(self.protocol)}
-        tensors = {name: value.cpu().contiguous() for name, value in kept.items()}
-        with replacing(path) as unfinished:
-            save_file(tensors, unfinished, metadata={"format": _FORMAT, **about})
-        return Path(path)
-
-    @staticmethod
-    def load(path: str | Path, model: Any) -> TunedLens:
-        """What `save` wrote, for a model of the same shape."""
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt", device=str(model.device)) as file:
-            about = file.metadata() or {}
-            if about.get("format") != _FORMAT:
-                raise ValueError(f"{str(path)!r} is not what TunedLens.save writes.")
-            words = {name: json.loads(about[name]) for name in ("shape", "protocol")}
-            tensors = {name: file.get_tensor(name) for name in ("matrices", "offsets", "kl")}
-            found = TunedLens(**tensors, **words)
+        Args:
+            path: where it is.
+            model: the model that it will be used on.
+        """
+        found = load_result(path)
+        if not isinstance(found, TunedLens):
+            raise ip.FileError(f"{str(path)!r} holds a {type(found).__name__}, not a TunedLens.")
+        if model is None:
+            return found
         _must_fit(found, model)
-        return found
+        maps = {name: getattr(found, name).to(model.device) for name in ("matrices", "offsets")}
+        return dataclasses.replace(found, **maps)
 
 
 def _must_fit(lens: TunedLens, model: Any) -> None:

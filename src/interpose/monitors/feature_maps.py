@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor, nn
 
 from interpose.engine.model import Model
 from interpose.errors import SiteNotFound
-from interpose.files.writing import write_whole
 from interpose.models.loading import as_model
 from interpose.render import colours, escape, png
-from interpose.render.html import Markup, image, page, write
+from interpose.render.html import image
+from interpose.render.labelled import Labelled
+from interpose.results.result import Result
 from interpose.sites.tree import Filter
 
 _CONSTANT = (160, 160, 160)
@@ -57,7 +57,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class FeatureMaps:
+class FeatureMaps(Result):
     """Feature maps by site: pictures in a notebook, and as PNG or HTML on disk."""
 
     grids: tuple[Grid, ...]
@@ -69,11 +69,48 @@ class FeatureMaps:
         there = ", ".join(repr(grid.site) for grid in self.grids)
         raise SiteNotFound(f"no feature maps of {site!r}. There are: {there}.")
 
-    def png(self, site: str, *, zoom: int = 1) -> bytes:
-        """The grid of one site as a PNG file; each element is ``zoom`` pixels high and wide."""
-        return png.encode(self[site].pixels(zoom=zoom).numpy())
+    @property
+    def title(self) -> str:
+        """How many sites there are."""
+        return f"Feature maps of {len(self.grids)} sites"
 
-    def html(self) -> Markup:
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every channel as a dictionary: its value is its mean."""
+        for grid in self.grids:
+            for channel, values in zip(grid.channels, grid.values):
+                ends = {"minimum": float(values.min()), "maximum": float(values.max())}
+                yield {"site": grid.site, "channel": channel, "value": float(values.mean()), **ends}
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return ("site", "channels", "height", "width")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """One row per site."""
+        return [(grid.site, *map(str, grid.values.shape)) for grid in self.grids]
+
+    def png(
+        self,
+        title: str | None = None,  # noqa: ARG002 (as all results take it)
+        *,
+        site: str | None = None,
+        zoom: int = 1,
+    ) -> bytes:
+        """The grid of one site, or all one above the other, as the bytes of a PNG file.
+
+        Args:
+            title: nothing is written on it.
+            site: which; None for all.
+            zoom: how many pixels high and wide each element is.
+        """
+        chosen = self.grids if site is None else (self[site],)
+        return png.encode(_stacked([grid.pixels(zoom=zoom) for grid in chosen]).numpy())
+
+    def view(self) -> Labelled:
+        """Nothing: feature maps are pixels."""
+        raise ValueError("feature maps are pixels: save them as .png or .html.")
+
+    def html_body(self) -> str:
         """All grids as pictures in the page, small maps enlarged."""
         parts = []
         for grid in self.grids:
@@ -81,38 +118,14 @@ class FeatureMaps:
             zoom = max(1, 48 // width)
             columns = min(grid.columns, count)
             picture = image(
-                self.png(grid.site, zoom=zoom),
+                self.png(site=grid.site, zoom=zoom),
                 width=columns * (width * zoom + 1) - 1,
                 alt=f"feature maps of {grid.site}",
             )
             channels = "1 channel" if count == 1 else f"{count} channels"
             caption = f"<b>{escape.html(grid.site)}</b>: {channels} of {height} x {width}"
             parts.append(f"<div><p>{caption}</p>{picture}</div>")
-        return Markup("".join(parts))
-
-    def _repr_html_(self) -> str:
-        return self.html()
-
-    def __repr__(self) -> str:
-        sizes = (f"{grid.site} {tuple(grid.values.shape)}" for grid in self.grids)
-        return f"FeatureMaps({', '.join(sizes)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers behind the pictures, as plain lists."""
-        return {
-            grid.site: {"channels": list(grid.channels), "values": grid.values.tolist()}
-            for grid in self.grids
-        }
-
-    def save(self, path: str | Path) -> Path:
-        """Write a picture (``x.png``, all sites one above the other) or a page (``x.html``)."""
-        path = Path(path)
-        if path.suffix == ".html":
-            return write(path, page("Feature maps", self.html()))
-        if path.suffix == ".png":
-            picture = _stacked([grid.pixels() for grid in self.grids])
-            return write_whole(path, png.encode(picture.numpy()))
-        raise ValueError(f"save writes .png or .html; got {str(path)!r}.")
+        return "".join(parts)
 
 
 def feature_maps(

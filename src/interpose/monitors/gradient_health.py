@@ -9,8 +9,8 @@ large the loss is, or has become.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from interpose.engine.model import Model
 from interpose.errors import GradientError
 from interpose.models.loading import as_model
 from interpose.render.html import bar
-from interpose.results.table import TableResult, number
+from interpose.results.result import Result, number
 from interpose.sites.tree import Filter
 
 _COLOURS = {"": "#4c78a8", "vanishing": "#b8b8b8"}
@@ -43,7 +43,7 @@ class SiteHealth:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class GradientHealth(TableResult):
+class GradientHealth(Result):
     """Sizes of activations and gradients by site, in execution order."""
 
     rows: tuple[SiteHealth, ...]
@@ -65,7 +65,7 @@ class GradientHealth(TableResult):
         found = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         return f"Gradient health of {len(self.rows)} sites: {found or 'nothing to report'}"
 
-    def head(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return ("site", "activation", "gradient", "ratio", "flag")
 
@@ -93,9 +93,11 @@ class GradientHealth(TableResult):
             rows.append((site, activation, gradient, bar(share, ratio, colour=colour), flag))
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        """The rows as plain dictionaries."""
-        return {"rows": [asdict(row) for row in self.rows]}
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every site as a dictionary; its value is the size of its gradient, if one came."""
+        for row in self.rows:
+            sizes = {"value": row.gradient, "activation": row.activation, "ratio": row.ratio}
+            yield {"site": row.site, **sizes, "flag": row.flag}
 
 
 def gradient_health(

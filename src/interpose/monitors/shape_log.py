@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
-from interpose.results.table import TableResult
+from interpose.results.result import Result
 from interpose.sites.tree import Filter
 
 
@@ -24,7 +26,7 @@ class ShapeRow:
     device: str
 
 
-class ShapeLog(TableResult, Detector):
+class ShapeLog(Result, Detector):
     """Writes down what passes through each site, as it happens. It prints as a table.
 
     ```python
@@ -37,11 +39,12 @@ class ShapeLog(TableResult, Detector):
 
     Args:
         site: where; None for the output of every module.
+        rows: what it begins with.
     """
 
-    def __init__(self, site: Filter = None) -> None:
+    def __init__(self, site: Filter = None, *, rows: Iterable[ShapeRow] = ()) -> None:
         super().__init__(site, copies=False)
-        self.rows: list[ShapeRow] = []
+        self.rows: list[ShapeRow] = list(rows)
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Write a line."""
@@ -65,7 +68,7 @@ class ShapeLog(TableResult, Detector):
         """One line that says what this is."""
         return f"Shape log of {len(self.rows)} values"
 
-    def head(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return ("site", "call", "shape", "dtype", "device")
 
@@ -82,6 +85,12 @@ class ShapeLog(TableResult, Detector):
             for row in self.rows
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The rows as plain dictionaries."""
-        return {"rows": [asdict(row) for row in self.rows]}
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every value that passed by as a dictionary; its value is how many elements it had."""
+        for row in self.rows:
+            yield {**asdict(row), "value": math.prod(row.shape)}
+
+    @classmethod
+    def hints(cls) -> dict[str, Any]:
+        """All it is made of: the annotation of each part, by its name."""
+        return {"rows": list[ShapeRow]}

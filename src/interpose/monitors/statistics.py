@@ -7,7 +7,7 @@ of all the data at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from interpose.models.loading import as_model
 from interpose.models.running.masks import mask_at
 from interpose.monitors.dataset import Forward, run_batches
 from interpose.progress import ShowProgress
-from interpose.results.table import TableResult, number
+from interpose.results.result import Result, number
 from interpose.sites.tree import Filter
 
 
@@ -63,7 +63,7 @@ class SiteStatistics:
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class ActivationStatistics(TableResult):
+class ActivationStatistics(Result):
     """Statistics by site, in execution order: ``result["fc1"].mean`` has one number per unit."""
 
     rows: tuple[SiteStatistics, ...]
@@ -80,7 +80,7 @@ class ActivationStatistics(TableResult):
         """One line that says what this is."""
         return f"Activation statistics of {len(self.rows)} sites"
 
-    def head(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The names of the columns."""
         return ("site", "units", "samples", "mean", "std", "min", "max", "zeros", "dead")
 
@@ -100,11 +100,13 @@ class ActivationStatistics(TableResult):
             for row in self.rows
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Per site and unit, as plain lists."""
-        names = ("mean", "variance", "minimum", "maximum", "sparsity", "dead")
-        numbers = [{name: getattr(row, name).tolist() for name in names} for row in self.rows]
-        return {row.site: {"count": row.count, **part} for row, part in zip(self.rows, numbers)}
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every unit of every site as a dictionary; its value is its mean."""
+        names = ("value", "variance", "minimum", "maximum", "sparsity", "dead")
+        for row in self.rows:
+            parts = (row.mean, row.variance, row.minimum, row.maximum, row.sparsity, row.dead)
+            for unit, numbers in enumerate(zip(*(part.flatten().tolist() for part in parts))):
+                yield {"site": row.site, "unit": unit, **dict(zip(names, numbers))}
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class Markup(str):
 
 def bar(share: float, text: str = "", *, colour: str = "#4c78a8", width: int = 120) -> Markup:
     """A bar for a table cell, as long as a share of its full width, with a text after it."""
-    filled = round(width * min(max(share, 0.0), 1.0))
+    filled = round(width * min(max(share, 0.0), 1.0)) if share == share else 0
     block = (
         f"display:inline-block;height:0.8em;width:{filled}px;background:{colour};border-radius:2px"
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 from interpose.render import colours, escape
 from interpose.render.grid import Grid
 from interpose.render.html import Markup, bar, html_table, legend
-from interpose.render.labels import cut
 
 _WIDE = 132  # what a grid in a terminal may take
 _PLAIN, _NUMBERED, _ACROSS = 10, 20, 38  # columns: level labels; with numbers; beside each other
@@ -54,14 +53,23 @@ class Labelled:
         return min(6, max(1, 2 - math.floor(math.log10(self.most or 1.0))))
 
     def text(self, high: int = 24) -> str | None:
-        """One grid for a terminal; None where it would not fit."""
+        """Grids for a terminal, wide ones below each other; None where they would not fit.
+
+        Args:
+            high: how many lines there are for it.
+        """
         if len(self.labels) > 2 or not self.values.numel():
             return None
         ((_, grid),) = self.grids()
-        columns = [cut(name) if len(self.labels) > 1 else name for name in grid.columns]
-        short = dataclasses.replace(grid, rows=[cut(name) for name in grid.rows], columns=columns)
-        lines = short.text(coloured=False).splitlines()
-        return "\n".join(lines) if len(lines) <= high and len(lines[0]) <= _WIDE else None
+        names = max(map(len, (grid.corner, *grid.rows)))
+        each = max(*map(len, grid.columns), self.digits + 5) + 1
+        folds = -(-len(grid.columns) // max(1, (_WIDE - names) // each))
+        if folds * (len(grid.rows) + 2) - 1 > high:
+            return None
+        across = -(-len(grid.columns) // folds)
+        drawn = [part.text(coloured=False) for part in _across(grid, across)]
+        fits = all(len(part.split("\n")[0]) <= _WIDE for part in drawn)
+        return "\n\n".join(drawn) if fits else None
 
     def html(self) -> str:
         """Bars for one axis, heat maps of the last two for several."""
@@ -73,7 +81,7 @@ class Labelled:
         grids = list(itertools.islice(self.grids(), _MOST_GRIDS + 1))
         for heading, grid in grids[:_MOST_GRIDS]:
             caption = f"<p><b>{escape.html(heading)}</b></p>" if heading else ""
-            parts.append(f"{caption}{''.join(part.html() for part in _across(grid))}")
+            parts.append(f"{caption}{''.join(part.html() for part in _across(grid, _ACROSS))}")
         if len(grids) > _MOST_GRIDS:
             parts.append(f"<p>... and more: the first {_MOST_GRIDS} are shown.</p>")
         return "".join(parts)
@@ -145,10 +153,10 @@ class Labelled:
         return legend(self.scale, low, self.most, digits=self.digits, unit=self.what, note=note)
 
 
-def _across(grid: Grid) -> Iterator[Grid]:
+def _across(grid: Grid, most: int) -> Iterator[Grid]:
     """A wide grid as several, below each other."""
-    for at in range(0, len(grid.columns), _ACROSS):
-        some = slice(at, at + _ACROSS)
+    for at in range(0, len(grid.columns), most):
+        some = slice(at, at + most)
         yield dataclasses.replace(
             grid,
             values=[row[some] for row in grid.values],

@@ -1,33 +1,31 @@
-"""`Scores`: what most methods return, numbers over named axes, with how they were made and what they show."""
+"""`Scores`: what most analyses return, numbers over named axes, with how they were made and what they show."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from interpose.render import escape
-from interpose.render.frame import data_frame
-from interpose.render.html import html_table, page, write
+from interpose.render.html import html_table
 from interpose.render.labelled import Labelled
-from interpose.render.labels import token_text
-from interpose.render.svg import picture
+from interpose.render.labels import cut, token_label
 from interpose.render.text import table
-from interpose.results.table import number
+from interpose.results.result import Result, number, shown
 
-_POSITIONS = ("pos", "query", "key")  # axes whose entries are places in the text
+_TOKENS = {"pos": "token", "query": "query_token", "key": "key_token"}
+"""Axes whose entries are positions of the text, and how records call their tokens."""
+_APART = ("metric", "measure")  # axes along which numbers are of different kinds, and not compared
+_MANY = 38  # columns, beyond which the strongest places are shown before the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class Scores:
+class Scores(Result):
     """Numbers over named axes.
 
     ```python
@@ -35,7 +33,7 @@ class Scores:
     scores.at(layer=5, head=3)       # a number, or a tensor of the axes that are left
     scores.sum("pos")                # scores with an axis added up; scores.pick(pos=3): at one place of it
     scores.top(3)                    # the strongest places
-    scores.save("scores.html")       # or .svg, .json
+    scores.save("scores.html")       # or .svg, .png, .csv, .json, .safetensors
     ```
 
     Attributes:
@@ -77,51 +75,52 @@ class Scores:
             each: every number.
             **said: the other attributes.
         """
-        count = each.shape[-1]
-        errors = each.std(-1) / count**0.5 if count > 1 else None
-        return cls(values=each.mean(-1), errors=errors, **said)
+        return cls(values=each.mean(-1), errors=standard_error(each), **said)
 
     # Numbers.
 
     def at(self, **entries: Any) -> Any:
         """The number at a place, by the entries of its axes; a tensor where some are left open."""
-        if unknown := set(entries) - set(self.axes):
-            raise KeyError(f"no axis {sorted(unknown)[0]!r}. The axes are: {', '.join(self.axes)}.")
+        found = self.values[self._index(entries)]
+        return found.item() if found.ndim == 0 else found
+
+    def _index(self, entries: dict[str, Any]) -> tuple[Any, ...]:
+        self._must_have(entries)
         place: list[Any] = []
         for name, there in self.axes.items():
             if name in entries and entries[name] not in there:
                 raise KeyError(f"no {name} {entries[name]!r} among {there}.")
             place.append(there.index(entries[name]) if name in entries else slice(None))
-        found = self.values[tuple(place)]
-        return found.item() if found.ndim == 0 else found
+        return tuple(place)
+
+    def _must_have(self, axes: Iterable[str]) -> None:
+        if unknown := sorted(set(axes) - set(self.axes)):
+            raise KeyError(f"no axis {unknown[0]!r}. The axes are: {', '.join(self.axes)}.")
+
+    def _derived(self, **said: Any) -> Scores:
+        """Other numbers that were made in the same way."""
+        kept = {one.name: getattr(self, one.name) for one in dataclasses.fields(Scores)}
+        return Scores(**{**kept, "errors": None, **said})
 
     def pick(self, **entries: Any) -> Scores:
         """The scores at one entry of some axes: ``scores.pick(layer=5)``."""
+        place = self._index(entries)
         said = ", ".join(f"{name} {entry}" for name, entry in entries.items())
-        return Scores(
+        return self._derived(
             title=f"{self.title}, {said}",
-            values=torch.as_tensor(self.at(**entries), dtype=self.values.dtype),
+            values=self.values[place],
+            errors=None if self.errors is None else self.errors[place],
             axes={name: there for name, there in self.axes.items() if name not in entries},
-            unit=self.unit,
-            protocol=self.protocol,
-            evidence=self.evidence,
-            tokens=self.tokens,
-            noise_floor=self.noise_floor,
         )
 
     def sum(self, *axes: str) -> Scores:
         """The scores added up over some axes."""
-        if missing := set(axes) - set(self.axes):
-            raise KeyError(f"no axis {sorted(missing)[0]!r}. The axes are: {', '.join(self.axes)}.")
+        self._must_have(axes)
         numbers = [list(self.axes).index(name) for name in axes]
-        return Scores(
+        return self._derived(
             title=f"{self.title}, added up over {' and '.join(axes)}",
             values=self.values.sum(numbers) if numbers else self.values,
             axes={name: entries for name, entries in self.axes.items() if name not in axes},
-            unit=self.unit,
-            protocol=self.protocol,
-            evidence=self.evidence,
-            tokens=self.tokens,
             noise_floor=self.noise_floor * math.prod(len(self.axes[name]) for name in axes),
         )
 
@@ -130,65 +129,86 @@ class Scores:
         """Which numbers are no larger than the noise floor, [*axes]; none where there is no floor."""
         return (self.values.abs() <= self.noise_floor) & (self.noise_floor > 0)
 
+    # Places.
+
     @property
     def labels(self) -> dict[str, list[str]]:
-        """What the entries of each axis are called: positions by their number and token."""
-        found = {name: [str(entry) for entry in entries] for name, entries in self.axes.items()}
-        if self.tokens is not None:
-            for name in _POSITIONS:
-                if name in self.axes:
-                    found[name] = [f"{at} {token_text(self.tokens[at])}" for at in self.axes[name]]
-        return found
+        """What the entries of each axis are called, everywhere: positions by their number and token."""
+        return {name: self._labels(name, entries) for name, entries in self.axes.items()}
+
+    def _labels(self, axis: str, entries: list[Any]) -> list[str]:
+        if self.tokens is None or axis not in _TOKENS:
+            return [str(entry) for entry in entries]
+        return [token_label(cut(self.tokens[pos]), pos) for pos in entries]
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What there is of every place, by name: in the order of ``values.flatten()``."""
+        found: dict[str, Any] = {"value": self.values}
+        if self.errors is not None:
+            found["error"] = self.errors
+        if self.noise_floor > 0:
+            found["within_noise"] = self.within_noise
+        return {name: column.flatten().tolist() for name, column in found.items()}
+
+    def places(self) -> Iterable[int]:
+        """The places that there are, as numbers in ``values.flatten()``."""
+        return range(self.values.numel())
+
+    def _records(
+        self,
+        places: Iterable[int],
+        axes: dict[str, list[Any]] | None = None,
+        columns: dict[str, Sequence[Any]] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        axes = self.axes if axes is None else axes
+        entries = list(itertools.product(*axes.values()))
+        columns = self.columns() if columns is None else columns
+        for place in places:
+            record = dict(zip(axes, entries[place]))
+            if self.tokens is not None:
+                there = {name: at for name, at in record.items() if name in _TOKENS}
+                record |= {_TOKENS[name]: self.tokens[at] for name, at in there.items()}
+            yield {**record, **{name: column[place] for name, column in columns.items()}}
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Every place as a dictionary: its entry on each axis, its token, its value, its error where it is known."""
-        names: tuple[str, ...] = ("value",) if self.errors is None else ("value", "error")
-        numbers = [self.values] if self.errors is None else [self.values, self.errors]
-        if self.noise_floor > 0:
-            names, numbers = (*names, "within_noise"), [*numbers, self.within_noise]
-        flat = zip(*(part.flatten().tolist() for part in numbers))
-        for entries, found in zip(itertools.product(*self.axes.values()), flat):
-            record = dict(zip(self.axes, entries))
-            if self.tokens is not None and "pos" in record:
-                record["token"] = self.tokens[record["pos"]]
-            yield {**record, **dict(zip(names, found))}
+        return self._records(self.places())
+
+    def _order(self, k: int) -> list[int]:
+        """The strongest places; so many of each metric, where there are several."""
+        strong = self.columns()[self.ranked]
+        there = [place for place in self.places() if strong[place] == strong[place]]
+        there.sort(key=lambda place: -abs(strong[place]))
+        first = next(iter(self.axes), "")
+        if first not in _APART or not there:
+            return there[:k]
+        each = len(strong) // len(self.axes[first])
+        parts = ([p for p in there if p // each == n] for n in range(len(self.axes[first])))
+        return [place for part in parts for place in part[:k]]
 
     def top(self, k: int = 10) -> list[dict[str, Any]]:
-        """The strongest places, up or down, the strongest first."""
-        known = [record for record in self.records() if record["value"] == record["value"]]
-        return sorted(known, key=lambda record: -abs(record["value"]))[:k]
-
-    def to_pandas(self) -> Any:
-        """A pandas data frame with a row for each place."""
-        return data_frame(self.records())
-
-    # Data.
-
-    def to_dict(self) -> dict[str, Any]:
-        """Itself as data that JSON takes, every number included."""
-        data: dict[str, Any] = {"format": f"interpose.{type(self).__name__}", "version": 1}
-        for option in dataclasses.fields(self):
-            data[option.name] = _plain(getattr(self, option.name))
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` wrote."""
-        words = dict(data)
-        if words.pop("format", None) != f"interpose.{cls.__name__}" or words.pop("version", 0) != 1:
-            raise ValueError(f"this is not what {cls.__name__}.to_dict writes.")
-        return cls(**{name: _read(value) for name, value in words.items()})
+        """The strongest places, up or down, the strongest first; so many of each metric, where there are several."""
+        return list(self._records(self._order(k)))
 
     # Pictures.
 
     def view(self) -> Labelled:
-        """The numbers with their labels, as they are drawn."""
+        """The numbers with their labels, as a picture shows them."""
         faint = self.within_noise if self.noise_floor > 0 else None
+        if not self.axes:  # a single number
+            labels, faint = {"": [self.title]}, None if faint is None else faint.reshape(1)
+            return Labelled(
+                values=self.values.reshape(1), labels=labels, what=self.unit, faint=faint
+            )
         return Labelled(values=self.values, labels=self.labels, what=self.unit, faint=faint)
 
+    def drawings(self) -> dict[str, Labelled]:
+        """Everything that is drawn, each by what is said above it."""
+        return {"": self.view()}
+
     def lines(self) -> list[str]:
-        """What is said above the numbers: their unit, and how they were made."""
-        said = [f"{name.replace('_', ' ')} {_said(value)}" for name, value in self.protocol.items()]
+        """What is said below the title: the unit, and how the numbers were made."""
+        said = [f"{name.replace('_', ' ')} {shown(value)}" for name, value in self.protocol.items()]
         lines = [f"unit: {self.unit}", "; ".join(said)] if said else [f"unit: {self.unit}"]
         if self.noise_floor > 0:
             within = self.within_noise
@@ -198,83 +218,66 @@ class Scores:
             )
         return lines
 
-    def __repr__(self) -> str:
-        head = [self.title, *(f"  {line}" for line in self.lines())]
-        grid = self.view().text()
-        if grid is None:
-            names, rows = self._strongest()
-            grid = table(names, rows, title="the strongest places:")
-        return "\n".join([*head, "", grid])
-
-    def html(self) -> str:
-        """Heat maps or bars with their labels, how they were made, and what they show; nothing is loaded."""
-        about = "".join(f"<br>{escape.html(line)}" for line in self.lines())
-        shows = f'<p class="note">{escape.html(self.evidence)}</p>' if self.evidence else ""
-        names, rows = self._strongest()
-        strongest = html_table(names, rows, title="The strongest places")
-        body = self.view().html() + (strongest if len(self.axes) > 1 else "")
-        return f'<div style="font-size:14px"><p><b>{escape.html(self.title)}</b>{about}</p>{body}{shows}</div>'
-
-    def _repr_html_(self) -> str:
-        return self.html()
-
-    def svg(self, title: str | None = None) -> str:
-        """The numbers as a picture for papers and pages, for one or two axes, with a title of your own or none ("")."""
-        return picture(self.view(), title=self.title if title is None else title)
-
-    def save(self, path: str | Path) -> Path:
-        """Write a page (``x.html``), a picture (``x.svg``) or the numbers (``x.json``), and return where it is."""
-        kind = Path(path).suffix
-        if kind == ".html":
-            return write(path, page("interpose", self.html()))
-        if kind == ".svg":
-            return write(path, self.svg())
-        if kind == ".json":
-            return write(path, json.dumps(self.to_dict(), allow_nan=False))
-        raise ValueError(f"save writes .html, .svg or .json; got {str(path)!r}.")
-
-    def _strongest(self) -> tuple[list[str], list[list[str]]]:
-        found = self.top(10)
-        names = [name for name in found[0] if name != "within_noise"] if found else ["value"]
-        rows = [[_cell(record[name], name) for name in names] for record in found]
-        for record, row in zip(found, rows):
+    def strongest_table(self, k: int = 10) -> tuple[list[str], list[list[str]]]:
+        """The strongest places as a table: its head, and its rows with the labels of places."""
+        found, labels = self.top(k), self.labels
+        kept = [name for name in (found[0] if found else {}) if not _is_said(name, self.axes)]
+        rows = []
+        for record in found:
+            names = {axis: labels[axis][self.axes[axis].index(record[axis])] for axis in self.axes}
+            cells = {name: names.get(name) or _cell(record[name]) for name in kept}
             if record.get("within_noise"):
-                row[names.index("value")] += " (within the noise)"
-        return names, rows
+                cells[self.ranked] += " (within the noise)"
+            rows.append(list(cells.values()))
+        return kept, rows
+
+    def text_body(self, high: int) -> str:
+        """A grid of each drawing, or the strongest places where they do not fit.
+
+        Args:
+            high: how many lines there are for it.
+        """
+        drawings = self.drawings()
+        share = (high - 1) // max(1, len(drawings)) - 2
+        grids = [(caption, drawn.text(high=share)) for caption, drawn in drawings.items()]
+        if all(grid is not None for _, grid in grids):
+            return "".join(
+                f"\n{caption}\n{grid}" if caption else f"\n{grid}" for caption, grid in grids
+            )
+        first = next(iter(self.axes), "")
+        apart = len(self.axes[first]) if first in _APART else 1
+        head, rows = self.strongest_table(max(1, min(10, (high - 4) // apart)))
+        return (
+            "\n" + table(head, rows, title="the strongest places:")
+            if rows
+            else "\nno number is known."
+        )
+
+    def html_body(self) -> str:
+        """Heat maps or bars with their labels, and the strongest places."""
+        drawn = [
+            (f"<p><b>{escape.html(caption)}</b></p>" if caption else "") + drawing.html()
+            for caption, drawing in self.drawings().items()
+        ]
+        head, rows = self.strongest_table() if len(self.axes) > 1 else ([], [])
+        if rows:
+            many = len(self.axes) > 2 or self.values.shape[-1] > _MANY
+            drawn.insert(
+                0 if many else len(drawn), html_table(head, rows, title="The strongest places")
+            )
+        return "".join(drawn)
 
 
-def _cell(value: Any, name: str) -> str:
-    if isinstance(value, float):
-        return number(value)
-    return repr(value) if name == "token" else str(value)
+def standard_error(each: Tensor) -> Tensor | None:
+    """That of the mean of numbers [..., example]; None of a single example."""
+    count = each.shape[-1]
+    return each.std(-1) / count**0.5 if count > 1 else None
 
 
-def _said(value: Any) -> str:
-    if isinstance(value, float):
-        return number(value)
-    return ", ".join(map(_said, value)) if isinstance(value, (list, tuple)) else str(value)
+def _cell(value: Any) -> str:
+    return token_label(value) if isinstance(value, str) else shown(value)
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it; tensors are marked, and numbers that JSON lacks are texts."""
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"tensor": _plain(value.tolist()), "dtype": kind, "shape": list(value.shape)}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return {"number": str(value)}
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, Mapping) and set(value) == {"tensor", "dtype", "shape"}:
-        kind = getattr(torch, value["dtype"])
-        return torch.tensor(_read(value["tensor"]), dtype=kind).reshape(value["shape"])
-    if isinstance(value, Mapping) and set(value) == {"number"}:
-        return float(value["number"])
-    if isinstance(value, Mapping):
-        return {name: _read(part) for name, part in value.items()}
-    return [_read(part) for part in value] if isinstance(value, list) else value
+def _is_said(name: str, axes: Iterable[str]) -> bool:
+    """Whether a part of a record is said already by another of its cells: tokens by labels, noise by a remark."""
+    return name == "within_noise" or name in (_TOKENS[axis] for axis in axes if axis in _TOKENS)

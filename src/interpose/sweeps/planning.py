@@ -45,14 +45,34 @@ class Tally:
         self.forwards += forwards
         self.token_layers += token_layers
 
-    def __str__(self) -> str:
+    def __add__(self, other: Tally) -> Tally:
+        """Both together; of another plan, that one too is named."""
+        plans = dict.fromkeys((*self.plan.split(" and "), *other.plan.split(" and ")))
+        return Tally(
+            plan=" and ".join(filter(None, plans)),
+            why=self.why or other.why,
+            forwards=self.forwards + other.forwards,
+            token_layers=self.token_layers + other.token_layers,
+            one_per_cell=self.one_per_cell + other.one_per_cell,
+        )
+
+    @property
+    def work(self) -> str:
+        """How much was computed, in words."""
         share = self.one_per_cell / max(1, self.token_layers)
         fewer = f" ({share:.1f}x fewer)" if share > 1.05 else ""
         return (
-            f"{self.plan}: {self.forwards} forwards, {self.token_layers:,} token-layers, against "
-            f"{self.one_per_cell:,} of one forward per cell{fewer}"
+            f"{self.token_layers:,} token-layers, against {self.one_per_cell:,} of one forward per cell{fewer}"
             + (f"; {self.why}" if self.why else "")
         )
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What the protocol of a result says of it."""
+        return {"forwards": self.forwards, "plan": f"{self.plan}, {self.work}"}
+
+    def __str__(self) -> str:
+        return f"{self.plan}: {self.forwards} forwards, {self.work}"
 
 
 def groups(
@@ -165,4 +185,4 @@ def _room(device: torch.device) -> float:
     """Bytes that a pass may take."""
     if device.type == "cuda":
         return 0.4 * torch.cuda.mem_get_info(device)[0]
-    return 0.75 * 2**30
+    return 2**27  # more leaves the caches, and the allocator hands out fresh pages for each tensor

@@ -73,6 +73,7 @@ def run_variants(
     names_filter: Any = (),
     return_type: str | None = "logits",
     hooks: Sequence[Any] = (),
+    clean_logits: Tensor | None = None,
     prepend_bos: bool | None = None,
     max_rows: int | None = None,
     progress: ShowProgress | Progress = True,
@@ -97,6 +98,7 @@ def run_variants(
         names_filter: sites whose values are kept of each variant, as in ``run_with_cache``.
         return_type: None if only these are wanted: runs end after the last of them.
         hooks: changes that all runs have, the one as it is too. Functions get the rows of one variant at a time.
+        clean_logits: what metrics that compare with a run compare with (`ip.metrics.kl`); by default the run as it is.
         prepend_bos: as in ``to_tokens``, for texts.
         max_rows: how many rows run together, at most; as many as fit by default. Those of a variant always do.
         progress: as in `ip.sweep`; or a bar that is open already.
@@ -128,6 +130,7 @@ def run_variants(
         names_filter=names_filter,
         stop=return_type is None,
         hooks=hooks,
+        clean_logits=clean_logits,
         max_rows=max_rows,
         progress=progress,
         numbers=numbers,
@@ -140,6 +143,7 @@ class VariantRuns:
 
     Attributes:
         base: the run as it is.
+        layers: how many blocks the model has.
         tally: what was computed until now; it prints as the plan.
     """
 
@@ -153,6 +157,7 @@ class VariantRuns:
         names_filter: Any = (),
         stop: bool = False,
         hooks: Sequence[Any] = (),
+        clean_logits: Tensor | None = None,
         max_rows: int | None = None,
         progress: ShowProgress | Progress = False,
         numbers: Sequence[int] | None = None,
@@ -170,7 +175,7 @@ class VariantRuns:
         self.metric = None if metric is None else as_metric(metric)
         self.kept = Kept.last(self.metric.keep if self.metric else 1 if stop else None)
         self.tower = tower_of(model)
-        self._layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
+        self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
         shared = [act for item in hooks for act in _acts(model, item)]
         self._placed = [self._place(variant, shared) for variant in variants]
@@ -180,10 +185,10 @@ class VariantRuns:
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
         self.tally = Tally(plan=plan, why=why)
         self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
-            self.length * self._layers
+            self.length * self.layers
         )
         with torch.no_grad():
-            self._begin(numbers, total)
+            self._begin(numbers, total, clean_logits)
 
     # What there is.
 
@@ -223,7 +228,9 @@ class VariantRuns:
 
     # Running.
 
-    def _begin(self, numbers: Sequence[int] | None, total: int | None) -> None:
+    def _begin(
+        self, numbers: Sequence[int] | None, total: int | None, clean: Tensor | None
+    ) -> None:
         """The run as it is."""
         names = [site.canonical for site in self.sites]
         if self.tally.plan == "one per cell":
@@ -241,7 +248,7 @@ class VariantRuns:
             )
             placed = self._placed
             self._change = acted(lambda number, site: placed[number].acts[site], self.inputs)
-        self.tally.add(1, self.batch * self.length * self._layers)
+        self.tally.add(1, self.batch * self.length * self.layers)
         self._measure = None
         if self.metric is not None:
             examples = Examples(
@@ -249,7 +256,7 @@ class VariantRuns:
                 tokens=self.inputs["input_ids"],
                 numbers=range(self.batch) if numbers is None else numbers,
                 total=total or self.batch,
-                clean=logits,
+                clean=logits if clean is None else clean,
                 mask=self.inputs.get("attention_mask"),
             )
             self._measure = self.metric.bind(examples)
@@ -305,7 +312,7 @@ class VariantRuns:
         examples = self._examples(variant)
         given = {name: value[examples] for name, value in self.inputs.items()}
         logits, cache = self._whole(given, [*self._hooks, *variant.changes])
-        self.tally.add(1, len(examples) * self.length * self._layers)
+        self.tally.add(1, len(examples) * self.length * self.layers)
         return VariantRun(number, logits, cache, *self._measured(logits, [examples]))
 
     def _whole(self, given: Mapping[str, Tensor], hooks: list[Any]) -> tuple[Tensor, Cache]:
@@ -346,7 +353,7 @@ class VariantRuns:
         if variant.example is not None and not 0 <= variant.example < self.batch:
             raise IndexError(f"a variant is of example {variant.example}, and {self.batch} run.")
         own = [act for item in variant.changes for act in _acts(self.model, item)]
-        layer = min((act.layer for act in own), default=self._layers - 1)
+        layer = min((act.layer for act in own), default=self.layers - 1)
         acts: dict[str, list[_Act]] = {}
         for act in (*shared, *own):
             # What all runs have in earlier blocks is in the stream that a row begins with.

@@ -18,7 +18,7 @@ from torch import Tensor
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.proofs.edits import edit_of, in_place, moved, same, state
 from interpose.models.proofs.gradients import GradientProofs
-from interpose.models.proofs.report import Finding, Report
+from interpose.models.proofs.report import Finding, Proven, Report
 from interpose.models.proofs.rows import prove_rows
 from interpose.models.reach.lenses import Swapped
 from interpose.models.running.trial import first_tensor, trial
@@ -96,7 +96,7 @@ class Check:
         )
         report = Report(
             model=model.tree.label,
-            sites={site.canonical: (site.kind or "", site.axes) for site in sites},
+            sites={site.canonical: Proven(site.kind or "", site.axes) for site in sites},
             absent=dict(model.tree.table.absent),
             findings=tuple(self.findings),
             seconds=time.perf_counter() - started,

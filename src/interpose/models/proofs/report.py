@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from interpose.render.html import html_table
-from interpose.render.text import table
+from interpose.results.result import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,22 @@ class Finding:
     about: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A site that there is: its kind, and what its axes are."""
+
+    kind: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Result):
     """All proofs of one model, its sites, and the sites it does not have with the reasons."""
 
+    SAID: ClassVar[tuple[str, ...]] = ("passed",)
+
     model: str
-    sites: dict[str, tuple[str, tuple[str, ...]]]
+    sites: dict[str, Proven]
     absent: dict[str, str]
     findings: tuple[Finding, ...]
     seconds: float = 0.0
@@ -39,22 +49,22 @@ class Report:
         """What failed, by site."""
         return {f.site: f"{f.promise}: {f.about}" for f in self.findings if not f.passed}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return {
-            "model": self.model,
-            "passed": self.passed,
-            "seconds": self.seconds,
-            "sites": {name: {"kind": k, "axes": list(a)} for name, (k, a) in self.sites.items()},
-            "absent": self.absent,
-            "missing": list(self.missing),
-            "findings": [
-                {"promise": f.promise, "site": f.site, "passed": f.passed, "about": f.about}
-                for f in self.findings
-            ],
-        }
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every proof as a dictionary; its value is whether it held."""
+        for found in self.findings:
+            place = {"promise": found.promise, "site": found.site}
+            yield {**place, "value": found.passed, "about": found.about}
 
-    def _rows(self) -> list[tuple[str, str, str]]:
+    def top(self, k: int = 10) -> list[dict[str, Any]]:
+        """The first proofs, those that failed before the others."""
+        return sorted(self.records(), key=lambda record: record["value"])[:k]
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return ("promise", "holds", "")
+
+    def cells(self) -> list[tuple[str, str, str]]:
+        """A row for each promise."""
         rows = []
         for promise in dict.fromkeys(finding.promise for finding in self.findings):
             found = [f for f in self.findings if f.promise == promise]
@@ -67,16 +77,12 @@ class Report:
             rows.append(("the sites of its kind", "no", ", ".join(self.missing)[:110]))
         return rows
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """The verdict, in a line."""
         verdict = "every promise holds" if self.passed else "NOT all promises hold"
         reasons = len(set(self.absent.values()))
         return (
             f"{self.model}: {verdict}; {len(self.sites)} sites, {len(self.absent)} absent for "
             f"{reasons} reasons, {len(self.findings)} proofs in {self.seconds:.1f} s"
         )
-
-    def __repr__(self) -> str:
-        return table(("promise", "holds", ""), self._rows(), title=self._title())
-
-    def _repr_html_(self) -> str:
-        return html_table(("promise", "holds", ""), self._rows(), title=self._title())
