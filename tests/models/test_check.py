@@ -138,7 +138,7 @@ def test_no_layers_at_all_are_refused() -> None:
 
 
 def test_the_command_refuses_layers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "pocket", "--layers", "12"]) == 2
+    assert main(["check", "pocket", "--layer", "12"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "interpose check: layer 12 is not there: GPT2LMHeadModel has layers 0 to 6." in shown.err
