@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interpose.edits.basic import add, clamp, fill, scale, zero
-from interpose.edits.subspace import project_cap, project_out
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
@@ -21,7 +19,7 @@ from interpose.sweeps.metrics import Examples, Metric, all_looked_at, function, 
 from interpose.sweeps.narrowing import Filled, Looks, looked_at, together
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
-from interpose.sweeps.proof import Proof, others_listen, prove, strangers
+from interpose.sweeps.proof import Proof, may_begin_late, others_listen, prove, strangers
 from interpose.sweeps.reading import Reading, precisions
 from interpose.sweeps.reference import Reference, refer
 from interpose.sweeps.wavefront import run_rows
@@ -405,35 +403,8 @@ def _pass(
     return _whole(base, ran.logits, rows)
 
 
-_PLACELESS = (zero, fill, add, scale, clamp, project_out, project_cap)
-"""Edits that make the same of a value whatever stands before it."""
-_NUMBERS = ("value", "by", "min", "max", "low", "high")
-_OVER_KEYS = ("attn_scores", "pattern")
-
-
-def _may_begin_late(task: Task, base: Reference) -> bool:
-    """Whether a cell's position is the first that it changes, and values at later ones can be told by their places."""
-    kinds = {task.model.tree.site(cell.site).kind for cell in task.cells}
-    if kinds & set(_OVER_KEYS) and not base.grows:
-        return False  # a sliding window shows other keys
-    if task.edit is None:
-        return True
-    if "rot_k" in kinds:
-        return False  # keys of all positions come there
-    return all(_is_placeless(task.edit(cell), cell) for cell in task.cells)
-
-
-def _is_placeless(edit: Any, cell: Cell) -> bool:
-    """Whether an edit is at its cell's position alone, and tells nothing by the places of others."""
-    if type(edit) not in _PLACELESS or not isinstance(edit.pos, int) or edit.pos != cell.pos:
-        return False
-    given = [getattr(edit, name, None) for name in _NUMBERS]
-    # A tensor of several axes may have one of positions, of which fewer come.
-    return not any(isinstance(one, Mapping) or getattr(one, "ndim", 0) > 1 for one in given)
-
-
 def _groups(task: Task, base: Reference, *, first: int, cached: bool) -> list[Group]:
-    cached = cached and _may_begin_late(task, base)
+    cached = cached and may_begin_late(task.model, task.cells, task.edit, grows=base.grows)
     found = groups(
         task.cells,
         first=first,

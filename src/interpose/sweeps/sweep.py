@@ -19,7 +19,7 @@ from interpose.progress import Progress, ShowProgress
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.execution import PLANS, Task, run
-from interpose.sweeps.metrics import Metric, as_metric, label
+from interpose.sweeps.metrics import Metric, as_metric, kept_by, label
 from interpose.sweeps.places import Places
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.prompts import Batch, batches
@@ -81,7 +81,7 @@ def sweep(
         plan: ``wavefront``, ``batches`` or ``one per cell``, to insist; by default the cheapest that is proven.
         align: ``end`` pads the shorter text of a pair (over positions: of all) at the left; by default it is refused.
         prepend_bos: as in ``to_tokens``, for texts.
-        batch_size: how many examples run together, at most.
+        batch_size: how many examples run together, at most: of long texts as many as fit in memory.
         max_rows: how many rows, at most; by default as many as fit in memory. A place's examples stay together.
         progress: True for a bar; or a function of how many rows are done of how many: False ends with `Cancelled`,
             whose ``result`` has the places that are done, and NaN for the others.
@@ -105,6 +105,7 @@ def sweep(
         clean,
         corrupt,
         size=_together(model, batch_size),
+        fit=task.fit,
         prepend_bos=prepend_bos,
         align=align,
         together=task.places.by_position,
@@ -205,6 +206,12 @@ class _Sweep:
             for at, logits in enumerate(found[0].logits)
         )
         return bar.whole(replace(shown, own=own[0]) if own else shown)
+
+    def fit(self, length: int) -> int:
+        """How many examples of a length fit in memory together."""
+        whole = kept_by(list(self.metrics.values())) is None
+        logits = length * (self.model.cfg.d_vocab or 0) if whole else 0
+        return Sizes.of(self.model).most_examples(length=length, logits=logits)
 
     def _tower(self) -> Tower:
         found = tower_of(self.model)
