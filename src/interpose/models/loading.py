@@ -16,6 +16,7 @@ from torch import nn
 from interpose.engine.model import Model
 from interpose.errors import FileError
 from interpose.explain.words import nearest
+from interpose.models.hub import within_reach
 from interpose.models.transformer import TransformerModel
 
 POCKET = Path(__file__).parents[1] / "pocket"
@@ -111,6 +112,7 @@ def load(
         )
     elif name_or_folder.startswith((".", "/", "~")) and not Path(name_or_folder).is_dir():
         raise FileNotFoundError(f"no folder {name_or_folder!r}.")
+    options = within_reach(name_or_folder, options)
     config = options.pop("config", None)
     if config is None:
         known = {key: options[key] for key in _FOR_FILES if key in options}
@@ -216,7 +218,11 @@ def _class_for(transformers: Any, config: Any) -> Any:
 def tokenizer_of(name_or_folder: str) -> Any:
     """The tokenizer of a model on a hub, in a folder, or in the package; None if it has none."""
     name = str(POCKET) if name_or_folder == "pocket" else name_or_folder
-    return _readers(_transformers(), name, {"trust_remote_code": False})[0]
+    try:
+        options = within_reach(name, {"trust_remote_code": False}, file="tokenizer_config.json")
+    except FileNotFoundError:
+        return None
+    return _readers(_transformers(), name, options)[0]
 
 
 def _readers(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
