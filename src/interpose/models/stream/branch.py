@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block
-from interpose.models.stream.formula import Formula, formula_at, norm_at
+from interpose.models.stream.formula import Formula, formula_at
 from interpose.models.weights.views import Getter, block_weights
 from interpose.precision import wide
 
@@ -41,6 +42,7 @@ class Branch:
         step: which of the block's additions it belongs to; those of one step (parallel blocks) read the same stream.
         norm: the norm that its output goes through before it is added, such as ``blocks.3.ln1_post``; or None.
         multiplier: the number it is multiplied with before it is added.
+        keeps: the number that the stream before is multiplied with when it is added; 1 in most models.
         writes: both, as one formula.
         units: where its heads or neurons are seen, such as ``blocks.3.attn.hook_z``; empty if it has none.
         why_not: why it cannot be taken apart into heads or neurons, if so.
@@ -52,6 +54,7 @@ class Branch:
     step: int
     norm: str | None
     multiplier: float
+    keeps: float
     writes: Formula
     units: str
     why_not: str = ""
@@ -62,6 +65,17 @@ class Branch:
         """What of a run is needed to take it apart."""
         self.must_have_parts()
         return [self.units, self.writes.scale_site] if self.norm else [self.units]
+
+    def named(self, name: str) -> Tensor:
+        """A weight of it: ``W_Q``, ``b_in``, as of ``model.blocks[3].attn``.
+
+        Args:
+            name: which.
+        """
+        getter = self._weights.get(f"{self.kind}.{name}")
+        if getter is None:
+            raise Unsupported(f"no {name} belongs to {self.site}.")
+        return getter()
 
     @property
     def weight(self) -> Tensor:
@@ -92,6 +106,17 @@ class Branch:
         """
         values, _, scale = self._seen(cache)
         return self.writes.through(wide(self.bias).to(values.device), scale) + self.writes.summand
+
+    def whole(self, cache: Mapping[str, Any]) -> Tensor:
+        """All of it, as it follows from its heads or neurons: what is at `site`, [..., d_model].
+
+        Args:
+            cache: has `sites`.
+        """
+        values, weight, scale = self._seen(cache)
+        bias = wide(self.bias).to(values.device)
+        made = torch.einsum("...ui,uim->...m", values, weight) + bias
+        return self.writes.through(made, scale) + self.writes.summand
 
     def along(self, cache: Mapping[str, Any], direction: Tensor) -> tuple[Tensor, Tensor]:
         """The same along a direction, without ever making the vectors: of each unit [..., unit], and of the rest.
@@ -143,14 +168,15 @@ def branches_of(
         kind, told = name[5:-4], multipliers.get(site, 1.0)
         times, why_not = (1.0, told) if isinstance(told, str) else (told, "")
         units, weight, _ = UNITS.get(kind, ("", "", ""))
-        norm = f"{at}{_POST.get(kind, 'ln1_post')}"
-        through, writes = norm_at(model, norm), Formula()
+        norm: str | None = f"{at}{_POST.get(kind, 'ln1_post')}"
+        writes = Formula()
         try:
-            writes = (through and formula_at(model, norm)) or writes
+            writes = formula_at(model, str(norm)) or writes
+            norm = norm if writes.scale_site else None
         except Unsupported as error:
             why_not = str(error)
         needed = [f"{at}{units}"] if units else []
-        needed += [writes.scale_site] if through else []
+        needed += [writes.scale_site] if writes.scale_site else []
         lacking = [each for each in needed if each not in table.sites]
         if lacking:
             why_not = (
@@ -163,11 +189,12 @@ def branches_of(
             kind=kind,
             site=site,
             step=steps.get(name, len(found)),
-            norm=norm if through else None,
+            norm=norm,
             multiplier=times,
+            keeps=block.kept.get(name, 1.0),
             writes=writes.times(times),
             units=f"{at}{units}" if f"{at}{units}" in table.sites else "",
             why_not=why_not,
             _weights=weights,
         )
-    return dict(sorted(found.items(), key=lambda item: item[1].step))
+    return {branch.kind: branch for branch in sorted(found.values(), key=attrgetter("step"))}
