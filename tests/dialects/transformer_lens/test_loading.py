@@ -12,7 +12,7 @@ import torch
 
 import interpose.dialects.transformer_lens as tl
 from interpose.dialects.transformer_lens import HookedTransformer, HookedTransformerConfig
-from interpose.dialects.transformer_lens.nicknames import on_hub, own_file, revision
+from interpose.dialects.transformer_lens.loading.nicknames import on_hub, own_file, revision
 from interpose.errors import Unsupported
 from interpose.models import loading
 from tests.dialects.transformer_lens.test_padding import TOKENIZERS, assert_near, made

@@ -11,14 +11,13 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interpose.dialects.transformer_lens.activation_cache import ActivationCache
     from interpose.dialects.transformer_lens.cache import (
         TransformerLensKeyValueCache,
         TransformerLensKeyValueCacheEntry,
     )
+    from interpose.dialects.transformer_lens.cache.activation_cache import ActivationCache
     from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
     from interpose.dialects.transformer_lens.hook_points import HookPoint
-    from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule
     from interpose.dialects.transformer_lens.hooked_transformer import (
         HookedEncoder,
         HookedEncoderDecoder,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         HookedTransformerConfig,
         TransformerBridge,
     )
+    from interpose.dialects.transformer_lens.hooks.hooked_root_module import HookedRootModule
     from interpose.dialects.transformer_lens.past_key_value_caching import (
         HookedTransformerKeyValueCache,
         HookedTransformerKeyValueCacheEntry,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 _HERE = "interpose.dialects.transformer_lens"
 _HOME_OF = {
-    "ActivationCache": "activation_cache",
+    "ActivationCache": "cache.activation_cache",
     "FactoredMatrix": "factored_matrix",
     "HookPoint": "hook_points",
     "HookedEncoder": "hooked_transformer",
     "HookedEncoderDecoder": "hooked_transformer",
-    "HookedRootModule": "hooked_root_module",
+    "HookedRootModule": "hooks.hooked_root_module",
     "HookedTransformer": "hooked_transformer",
     "HookedTransformerConfig": "hooked_transformer",
     "HookedTransformerKeyValueCache": "past_key_value_caching",

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens.patching_result import kept
+from interpose.dialects.transformer_lens.patching.patching_result import kept
 from interpose.names import of_kind
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]

@@ -21,7 +21,7 @@ from interpose.engine.model import Model
 from interpose.engine.scope import Binding, Scope
 
 if TYPE_CHECKING:
-    from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule
+    from interpose.dialects.transformer_lens.hooks.hooked_root_module import HookedRootModule
 
 __all__ = ["HookFunction", "HookPoint", "HookedRootModule", "LensHandle", "NamesFilter"]
 
@@ -37,7 +37,7 @@ Both = Literal["fwd", "bwd", "both"]
 
 def __getattr__(name: str) -> Any:
     if name == "HookedRootModule":  # which imports this file
-        from interpose.dialects.transformer_lens.hooked_root_module import HookedRootModule
+        from interpose.dialects.transformer_lens.hooks.hooked_root_module import HookedRootModule
 
         return HookedRootModule
     raise AttributeError(f"{__name__} has no {name!r}")

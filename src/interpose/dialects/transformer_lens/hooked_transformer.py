@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from interpose import names
-from interpose.dialects.transformer_lens import own_files
 from interpose.dialects.transformer_lens.cache.going_on import run_after
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
-from interpose.dialects.transformer_lens.first_layers import first_layers
-from interpose.dialects.transformer_lens.lens_hooks import LensHooks
+from interpose.dialects.transformer_lens.hooks.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_processing import LensProcessing
 from interpose.dialects.transformer_lens.lens_text import (
     LensText,
@@ -28,8 +26,10 @@ from interpose.dialects.transformer_lens.lens_text import (
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
-from interpose.dialects.transformer_lens.nicknames import on_hub, revision
-from interpose.dialects.transformer_lens.published import (
+from interpose.dialects.transformer_lens.loading import own_files
+from interpose.dialects.transformer_lens.loading.first_layers import first_layers
+from interpose.dialects.transformer_lens.loading.nicknames import on_hub, revision
+from interpose.dialects.transformer_lens.loading.published import (
     WITHOUT_BOS,
     WITHOUT_BOS_IN_OLD_CLASSES,
     prepends_bos,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens import decomposition
+from interpose.dialects.transformer_lens.cache import decomposition
 from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
 from interpose.dialects.transformer_lens.utilities.tensors import composition_scores
 from interpose.errors import Unsupported

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens.patching_result import (
+from interpose.dialects.transformer_lens.patching.patching_result import (
     Cell,
     Hook,
     MetricFn,
@@ -30,7 +30,7 @@ from interpose.dialects.transformer_lens.patching_result import (
     require_eval,
     run_cells,
 )
-from interpose.dialects.transformer_lens.path_patching import (
+from interpose.dialects.transformer_lens.patching.path_patching import (
     get_act_patch_direct_path,
     get_act_patch_direct_path_all_sources,
 )

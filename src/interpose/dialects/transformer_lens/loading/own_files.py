@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from interpose.dialects.transformer_lens.nicknames import own_file
+from interpose.dialects.transformer_lens.loading.nicknames import own_file
 from interpose.errors import Unsupported
 
 

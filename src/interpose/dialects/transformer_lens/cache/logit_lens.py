@@ -12,7 +12,7 @@ from torch import Tensor
 from interpose.taps.context import unheard
 
 if TYPE_CHECKING:
-    from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+    from interpose.dialects.transformer_lens.cache.activation_cache import ActivationCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

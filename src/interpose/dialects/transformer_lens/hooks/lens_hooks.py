@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interpose.dialects.transformer_lens import masked_scores
-from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+from interpose.dialects.transformer_lens.cache.activation_cache import ActivationCache
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
-from interpose.dialects.transformer_lens.lent_hooks import Block, LentHook
+from interpose.dialects.transformer_lens.hooks import masked_scores
+from interpose.dialects.transformer_lens.hooks.lent_hooks import Block, LentHook
 from interpose.dialects.transformer_lens.utilities.slices import Slice
 from interpose.engine.hooks import as_hook, caller_of, checked_direction
 from interpose.engine.points import Handle, HookPoint

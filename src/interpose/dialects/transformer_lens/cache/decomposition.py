@@ -13,7 +13,7 @@ from interpose.models.stream.formula import formula_at, norm_at
 from interpose.taps.context import unheard
 
 if TYPE_CHECKING:
-    from interpose.dialects.transformer_lens.activation_cache import ActivationCache
+    from interpose.dialects.transformer_lens.cache.activation_cache import ActivationCache
     from interpose.models.transformer import TransformerModel
 
 Parts = list[tuple[Tensor, str]]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens import decomposition
-from interpose.dialects.transformer_lens.kept_values import KeptValues
-from interpose.dialects.transformer_lens.logit_lens import LogitLensResult, logit_lens
+from interpose.dialects.transformer_lens.cache import decomposition
+from interpose.dialects.transformer_lens.cache.kept_values import KeptValues
+from interpose.dialects.transformer_lens.cache.logit_lens import LogitLensResult, logit_lens
 from interpose.errors import Unsupported
 
 Labelled = Tensor | tuple[Tensor, list[str]]

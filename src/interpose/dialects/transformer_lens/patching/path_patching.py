@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens.patching_result import (
+from interpose.dialects.transformer_lens.patching.patching_result import (
     Cell,
     Hook,
     MetricFn,

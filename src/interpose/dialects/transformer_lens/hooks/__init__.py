@@ -1,0 +1,1 @@
+"""Hooks with TransformerLens's arguments, and modules that carry hook points of their own."""
