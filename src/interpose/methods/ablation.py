@@ -10,6 +10,7 @@ model may never have seen; the mean keeps what all texts share; another text's v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +82,8 @@ def ablation(
     if reference is not None:
         reference = rows_of(model, reference, prepend_bos)
     options, how = _replacement(model, rows, site, by, reference, per_position, seed, batch_size)
-    found = ip.sweep(
+    sweep = functools.partial(
+        ip.sweep,
         model,
         rows,
         **options,
@@ -96,7 +98,11 @@ def ablation(
         max_rows=max_rows,
         progress=progress,
     )
-    return _scores(found, how)
+    try:
+        return _scores(sweep(), how)
+    except ip.Cancelled as error:
+        error.result = _scores(error.result, how)
+        raise
 
 
 def _replacement(
