@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test exhaustive cpus check format bench zoo pocket clean
+.PHONY: demo test exhaustive cpus oldest pythons changelog check format bench zoo pocket clean
 
 # pip shows what it fetches, and how far it is: torch alone is hundreds of megabytes, and more where it brings CUDA.
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -c constraints.txt
@@ -36,6 +36,14 @@ exhaustive: $(VENV)/.dev
 cpus: $(VENV)/.dev
 	$(BIN)/python scripts/cpus.py
 
+# The tests at the lowest versions that pyproject.toml allows, and on each Python there is: in environments of their own.
+oldest pythons:
+	$(PYTHON) -m scripts.versions $@
+
+# CHANGELOG.md from the fragments in changelog.d.
+changelog:
+	$(PYTHON) -m scripts.changelog
+
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -61,4 +69,4 @@ pocket: $(VENV)/.dev
 	$(BIN)/python -m training.circuit build/pocket/model
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/environments .pytest_cache .mypy_cache .ruff_cache .hypothesis

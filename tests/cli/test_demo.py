@@ -19,7 +19,7 @@ def test_the_demo_prints_its_findings_and_writes_one_page_that_loads_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "page.html"
-    assert main(["demo", "--out", str(out)]) == 0
+    assert main(["demo", "--html", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "' Paris'" in printed
     assert "' Rome'" in printed
@@ -96,8 +96,8 @@ def test_mistakes_are_told_before_anything_runs(
 ) -> None:
     assert main(["demo", "--clean", "The capital of Japan is"]) == 2
     assert "go together" in capsys.readouterr().err
-    assert main(["demo", "--out", str(tmp_path)]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert main(["demo", "--html", str(tmp_path)]) == 2
+    assert "--html cannot write to" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="did you mean 'pocket'"):
         ip.load("poket")
     with pytest.raises(FileNotFoundError, match="no folder"):

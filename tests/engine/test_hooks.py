@@ -499,7 +499,7 @@ def test_what_is_nearly_right_is_taken_or_explained(net: nn.Sequential, x: Tenso
         model(x)
     with pytest.raises(RuntimeError, match="a scope is entered once"):
         scope.__enter__()
-    assert repr(ip.add("1", torch.ones(4), at=(..., 2))) == "add('1', tensor(4,), at=(Ellipsis, 2))"
+    assert repr(ip.add("1", torch.ones(4), at=(..., 2))) == "add('1', tensor(4,), at=(..., 2))"
     assert model.half() is model
 
 

@@ -391,7 +391,7 @@ def test_the_command_line_sweeps_saves_and_runs_again(
     files = {name: str(tmp_path / f"{name}.{end}") for name, end in (("a", "html"), ("b", "json"))}
     saved = str(tmp_path / "c.json")
     asked = ["--clean", CLEAN, "--corrupt", CORRUPT, "--answer", " Mary", "--instead", " John"]
-    asked += ["--device", "cpu", "--layer", "0", "3", "6"]
+    asked += ["--device", "cpu", "--layer", "0,3", "--layer", "6"]
     wanted = ["--html", files["a"], "--json", files["b"], "--save", saved]
     assert main(["sweep", *asked, *wanted]) == 0
     out = capsys.readouterr().out

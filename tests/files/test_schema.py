@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import interpose as ip
-from interpose.files.reading import must_have, parse_json, read_json, read_tensors
+from interpose.files.reading import parse_json, read_json, read_tensors
 from interpose.files.schema import (
     ANYTHING,
     FLAG,
@@ -154,15 +154,33 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
         read_tensors(tmp_path / "x")
 
 
-def test_foreign_tensors_are_refused_by_name_kind_and_shape(tmp_path: Path) -> None:
+def test_foreign_tensors_have_no_header_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "x"
     save_file({"a": torch.ones(2, dtype=torch.int64)}, path)
     tensors, texts = read_tensors(path)
     assert (list(tensors), texts) == (["a"], {})
-    with pytest.raises(ip.FileError, match="its tensors are 'a', and should be a, b"):
-        must_have(tensors, {"a": 1, "b": 1}, path, "me")
-    with pytest.raises(ip.FileError, match=r"a is int64 of shape \(2,\), and should be floating"):
-        must_have(tensors, {"a": 1}, path, "me")
+    with pytest.raises(
+        ip.FileError, match=r"is not what Cache\.save writes: its header has no 'int"
+    ):
+        ip.Cache.load(path)
+    good = {"same": {"a": "a", "b": "a"}, "aliases": {"c": "a"}, "calls": {}}
+    for about, said in (
+        ("[NaN]", "is no JSON: NaN is no number"),
+        ("[]", "is an empty list, and should be an object with same, aliases, calls"),
+        (json.dumps({**good, "calls": {"a": "b"}}), "calls.a is 'b', and should be a list"),
+        (json.dumps({**good, "aliases": {"a": 3}}), "aliases.a is 3, and should be a text"),
+        (json.dumps({**good, "same": {"a": "z"}}), "has no tensor 'z', which it names"),
+        (json.dumps({**good, "names": {"sites": {"a": 1}}}), "names.sites.a is 1, and should be"),
+        (
+            json.dumps({**good, "names": {"x": {}}}),
+            "names has a field 'x', which is none of: sites",
+        ),
+    ):
+        save_file({"a": torch.ones(1)}, path, metadata={"interpose.cache": about})
+        with pytest.raises(ip.FileError, match=said):
+            ip.Cache.load(path)
+    save_file({"a": torch.ones(1)}, path, metadata={"interpose.cache": json.dumps(good)})
+    assert torch.equal(ip.Cache.load(path)["c"], torch.ones(1))
 
 
 JSON = st.recursive(

@@ -135,7 +135,7 @@ def test_it_agrees_with_the_edit() -> None:
     assert found.at(layer=6) < -0.5
     by_key = ip.attention_knockout(model, TEXT, metric=paris, query=-1, over=("layer", "key"))
     assert by_key.top(1)[0] == {**by_key.top(1)[0], "layer": 5, "key": 1}
-    assert by_key.labels["key"][1] == "1  Eiffel"
+    assert by_key.labels["key"][1] == "1 ' Eiffel'"
     again = ip.Scores.from_dict(json.loads(json.dumps(by_key.to_dict())))
     assert again.values.equal(by_key.values)
     html = by_key.html()

@@ -28,7 +28,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     ),
     "path_patching": lambda m, a, b, **w: ip.path_patching(m, a, b, metric=LEAD, **w),
     "causal_tracing": lambda m, a, b, **w: ip.causal_tracing(
-        m, a, subject=" store", answer=" Mary", samples=1, positions=-1, **w
+        m, a, subject=" store", answer=" Mary", samples=1, pos=-1, **w
     ),
     "attention_knockout": lambda m, a, b, **w: ip.attention_knockout(
         m, a, metric=LEAD, query=-1, key=" John", **w

@@ -25,6 +25,7 @@ from interpose.models.proofs.report import Finding, Report
 from interpose.models.reach import interface
 from interpose.models.reach.inner import InnerPoint
 from interpose.models.reach.lenses import Heads, InPlace, Times
+from interpose.models.stream import whole
 from interpose.models.transformer import TransformerModel
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
@@ -67,6 +68,7 @@ PROMISES = {
     "axes",
     "rows are texts",
     "sums",
+    "parts of a branch add up to it",
     "an edit has an effect",
     "nothing before it changes",
     "returned, in place or both is the same",
@@ -138,7 +140,7 @@ def test_no_layers_at_all_are_refused() -> None:
 
 
 def test_the_command_refuses_layers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "pocket", "--layers", "12"]) == 2
+    assert main(["check", "pocket", "--layer", "12"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "interpose check: layer 12 is not there: GPT2LMHeadModel has layers 0 to 6." in shown.err
@@ -343,6 +345,10 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(feedforward, "_gate_first", lambda *args: gate_first(*args)[::-1])  # type: ignore[index]
 
 
+def multiplier_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(whole, "ratio", lambda *args, **options: 1.0)
+
+
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 # What is broken, on which model, which promise must notice, and at which site (none: of the whole).
 CASES: list[tuple[Sabotage, str, str, str]] = [
@@ -357,6 +363,7 @@ CASES: list[tuple[Sabotage, str, str, str]] = [
     (full_reads_by_reference, "falcon", "what is kept is what was there", "blocks.0.hook_mlp_out"),
     (wrong_multiplier, "granite", "sums", "blocks.0.hook_attn_out"),
     (columns_off_by_one, "gpt2", "sums", "blocks.0.attn.hook_result"),
+    (multiplier_forgotten, "granite", "parts of a branch add up to it", ""),
 ]
 COLUMNS: list[Any] = [
     (queries_and_keys_swapped, "gpt2"),
@@ -441,3 +448,11 @@ def test_a_gate_taken_for_what_it_is_multiplied_by_is_noticed(
 ) -> None:
     gate_and_up_swapped(monkeypatch)
     assert not checked("llama", layer=(0,))[1].passed
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+def test_sums_of_float64_are_compared_in_float64(model_type: str) -> None:
+    model = TransformerModel(tiny.build(model_type).double())
+    report = model.check(layer=[0])
+    assert report.passed, report.failures()
+    assert {"sums", "parts of a branch add up to it"} <= {f.promise for f in report.findings}

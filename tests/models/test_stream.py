@@ -348,3 +348,29 @@ def test_looking_leaves_nothing_behind_and_no_hook_hears_it() -> None:
         assert heard == []
         model(TOKENS)
     assert heard == ["."]
+
+
+def test_a_stream_that_is_multiplied_is_no_sum() -> None:
+    """MiniMax: ``keeps * stream + multiplier * branch``, in every block."""
+    model = built("minimax")
+    config = model.module.config
+    for branch in model.stream.branches:
+        if branch.kind == "mlp":
+            factors = config.mlp_alpha_factor, config.mlp_beta_factor
+        elif branch.kind == "attn":
+            factors = config.full_attn_alpha_factor, config.full_attn_beta_factor
+        else:
+            factors = config.linear_attn_alpha_factor, config.linear_attn_beta_factor
+        assert (branch.keeps, branch.multiplier) == pytest.approx(factors, rel=1e-5)
+    with pytest.raises(ip.Unsupported, match=r"multiplies the stream itself in model\.layers\.0"):
+        model.stream.must_add_up()
+
+
+@pytest.mark.parametrize(("name", "cap"), [("roformer", None), ("xlstm", 30.0)])
+def test_embeddings_of_another_width_and_caps_of_other_names_are_no_trouble(
+    name: str, cap: float | None
+) -> None:
+    stream = built(name).stream
+    assert stream.branches
+    assert stream.soft_cap == cap
+    assert stream.embedding_multiplier == (None if cap is None else 1.0)

@@ -268,6 +268,10 @@ OLDEST: dict[str, tuple[str, str]] = {
         "SweepResult",
         "logit_difference(' Paris', ' Rome'): resid_pre patched",
     ),
+    "sweep-3.json": (
+        "SweepResult",
+        "logit_difference(' Paris', ' Rome'): resid_pre patched, by layer",
+    ),
     "scores-1-first.json": ("Scores", "z ablated by zero, 2 texts"),
     "scores-1.json": ("Scores", "z ablated by zero, 2 texts"),
     "logit-lens-1.json": ("LogitLens", "Logit lens at resid_post"),

@@ -92,7 +92,7 @@ def test_nothing_is_left_when_a_sweep_is_ended(
         sweep(model, *ends, plan=plan, max_rows=4, progress=ending(error, 3))
     if error is None:
         total = wanted.each.numel()
-        assert str(caught.value).endswith(f" of {total}.")
+        assert str(caught.value).endswith(f" of {total}. What is done is the error's result.")
     assert same_state(before, state_of(model.module))
     assert not any("forward" in vars(part) for part in model.module.modules())
     assert torch.is_grad_enabled()
@@ -100,6 +100,49 @@ def test_nothing_is_left_when_a_sweep_is_ended(
     assert eager._holders == 0
     del caught  # and the frames of the ended sweep
     assert torch.equal(sweep(model, *ends, plan=plan).each, wanted.each)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_ended_sweep_keeps_what_is_done(model: TransformerModel, plan: str) -> None:
+    clean, corrupt = oracle.pair(batch=4)
+    options: dict[str, Any] = {"plan": plan, "max_rows": 8, "batch_size": 2}
+    wanted = sweep(model, clean, corrupt, **options)
+    for share in (0.0, 0.5):
+        options["progress"] = lambda done, total, share=share: done <= (share + 0.1) * total
+        with pytest.raises(ip.Cancelled) as caught:
+            sweep(model, clean, corrupt, **options)
+        found = caught.value.result
+        assert isinstance(found, ip.SweepResult)
+        assert found.each.shape == wanted.each.shape
+        done = ~found.each.isnan()
+        assert share < float(done.float().mean()) < share + 0.5
+        assert torch.equal(found.each[done], wanted.each[done])
+        begun = ~found.clean.isnan()
+        assert torch.equal(found.clean[begun], wanted.clean[begun])
+        assert int(begun.sum()) == (4 if share else 2)
+        assert 0 < found.tally.forwards < wanted.tally.forwards
+        assert repr(found)
+        assert ip.SweepResult.from_dict(found.to_dict()).tally == found.tally
+
+
+def test_methods_that_sweep_keep_what_is_done_as_their_own_result() -> None:
+    model, ends = ip.load("pocket", device="cpu"), oracle.pair()
+    options: dict[str, Any] = {"metric": ip.metrics.logit(20), "max_rows": 12, "layer": [5, 6]}
+    with pytest.raises(ip.Cancelled) as caught:
+        ip.ablation(model, ends[0], **options, progress=ending(None, 1))
+    whole = ip.ablation(model, ends[0], **options, progress=False)
+    found = caught.value.result
+    assert isinstance(found, ip.Scores)
+    done = ~found.values.isnan()
+    assert 0 < int(done.sum()) < done.numel()
+    torch.testing.assert_close(found.values[done], whole.values[done])
+    for family, over in (("block_every", 3), ("attn_head_pattern_dest_src_pos", LENGTH)):
+        calls = ending(None, 8)
+        with pytest.raises(ip.Cancelled) as caught:
+            ip.activation_patching(model, *ends, family=family, **options, progress=calls)
+        found = caught.value.result
+        assert over in found.each.shape
+        assert 0 < int((~found.each.isnan()).sum()) < found.each.numel()
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -13,9 +13,11 @@ import torch
 
 import interpose as ip
 from interpose.models.transformer import TransformerModel
+from interpose.sweeps import execution, planning
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.planning import Group, groups
 from tests.sweeps import oracle
+from tests.sweeps.oracle import LENGTH
 
 NORMS = {"gpt2": "ln_1", "llama": "input_layernorm", "mistral": "input_layernorm"}
 METRIC = ip.metrics.logit_difference(20, 33)
@@ -244,3 +246,46 @@ def test_cells_without_positions_are_one_group_from_the_first_difference_on() ->
     sizes = {"length": 9, "layers": 4, "batch": 1, "least": 5}
     assert groups(cells, first=4, **sizes) == [Group(start=4, cells=(0, 1, 2, 3))]
     assert groups(cells, first=9, **sizes) == []
+
+
+def test_long_texts_run_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B parameters in 16 bits, 4,096 tokens, on a GPU of 140 GiB: by count, well below 70 GB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (125 << 30, 140 << 30))
+    device, gib = torch.device("cuda"), 2**30
+    sizes = planning.Sizes(width=4096, inner=14336, heads=32, layers=32, bytes=2, device=device)
+    for length, logits in ((4096, 0), (4096, 4096 * 128256), (32768, 0)):
+        rows = sizes.most_rows(positions=length, length=length, logits=logits)
+        examples = sizes.most_examples(length=length, logits=logits)
+        stream = length * 4096 * 2
+        scores, inner = 2 * 32 * length**2 * 2, 2 * length * 14336 * 2
+        a_row = 4 * stream + inner + scores + 6 * logits
+        kept = 32 * 5 * stream + 2 * 2 * logits  # two streams, keys and values, values to patch
+        assert rows == examples == 1 or rows * a_row + examples * kept < 40 * gib
+    short = sizes.most_rows(positions=32, length=32, logits=0)
+    assert short * 32 > 30_000  # enough tokens for any GPU
+    assert sizes.most_examples(length=32, logits=0) >= 16
+
+
+@pytest.mark.parametrize("metric", [METRIC, ip.metrics.loss()], ids=["few logits", "all logits"])
+def test_examples_that_do_not_fit_together_run_apart(
+    metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (clean, corrupt) = build("gpt2"), oracle.pair(batch=5)
+    wanted = ip.sweep(model, clean, corrupt, metric=metric, progress=False)
+    seen = []
+    refer = execution.refer
+
+    def spied(*given: Any, **options: Any) -> Any:
+        found = refer(*given, **options)
+        seen.append(found.batch)
+        return found
+
+    monkeypatch.setattr(execution, "refer", spied)
+    logits = LENGTH * 99 if isinstance(metric, ip.metrics.loss) else 0
+    sizes = planning.Sizes.of(model)
+    monkeypatch.setattr(planning, "_memory", lambda _: 2**40)
+    one = 2**40 / sizes.most_examples(length=LENGTH, logits=logits)
+    monkeypatch.setattr(planning, "_memory", lambda _: 2.5 * one)
+    found = ip.sweep(model, clean, corrupt, metric=metric, progress=False)
+    assert seen == [2, 2, 1]
+    assert oracle.near(model.module, found.each, wanted.each)

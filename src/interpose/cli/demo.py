@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from interpose.cli.options import Shown, Wanted, give
 from interpose.edits.basic import fill, zero
 from interpose.models.loading import load
 from interpose.models.transformer import TransformerModel
 from interpose.render import escape
 from interpose.render.grid import Grid
-from interpose.render.html import bar, html_table, legend, page, section, write
+from interpose.render.html import bar, html_table, legend, page, section
 from interpose.render.labels import token_label
 from interpose.render.text import table
 
@@ -248,20 +248,22 @@ for prompt, hooks in ((clean, []), (corrupt, []), (corrupt, [patch]), (clean, [w
 """
 
 
-def demo(
-    clean: str = CLEAN,
-    corrupt: str = CORRUPT,
-    *,
-    out: str | Path = "demo.html",
-    coloured: bool = False,
-) -> Iterator[str]:
+def demo(clean: str, corrupt: str, *, wanted: Wanted, coloured: bool = False) -> Iterator[str]:
     """Investigate two prompts on the pocket model; yields what to print, and writes the page at the end."""
-    if not Path(out).resolve().parent.is_dir() or Path(out).is_dir():
-        raise ValueError(
-            f"the page cannot be written to {str(out)!r}: give a file in a folder that is there."
-        )
-    model = load("pocket", device="cpu")
-    yield repr(model).splitlines()[0]
-    story = investigate(model, clean, corrupt)
-    yield from in_terminal(story, coloured=coloured)
-    yield f"\nThe same with pictures: {write(out, as_page(story)).resolve()}"
+    story = investigate(load("pocket", device="cpu"), clean, corrupt)
+    if wanted.python:
+        yield story.script().rstrip("\n")
+        return
+    shown = Shown(
+        text="\n".join(in_terminal(story, coloured=coloured)),
+        data={"clean": clean, "corrupt": corrupt, "tokens": story.tokens, "answer": story.answer}
+        | {"instead": story.other, "lead": story.lead, "likeliest": story.likeliest}
+        | {"traced": story.traced.tolist(), "heads": story.heads.tolist()},
+        records=[
+            {"layer": layer, "pos": pos, "token": story.tokens[pos], "share": share}
+            for layer, shares in enumerate(story.traced.tolist())
+            for pos, share in enumerate(shares)
+        ],
+        page=as_page(story),
+    )
+    yield from give(shown, wanted)

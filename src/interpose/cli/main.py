@@ -2,167 +2,270 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated
 
-from interpose.errors import InterposeError
+import typer
+
+from interpose.cli.options import (
+    Device,
+    Dtype,
+    ModelName,
+    Shown,
+    Wanted,
+    give,
+    is_terminal,
+    numbers,
+    several,
+    told,
+)
+from interpose.cli.sweep_options import (
+    Align,
+    Answer,
+    Clean,
+    Corrupt,
+    Count,
+    EditName,
+    Instead,
+    Over,
+    Patch,
+    Plan,
+    SaveAs,
+    Sites,
+    SweptModel,
+)
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
 
+app = typer.Typer(
+    help="Look inside neural networks while they run.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.command is None:
-        parser.print_help()
-        return 2
+    """Run a command; returns the exit status: 0, 1 for checked and failed, 2 for a mistake."""
     try:
-        status: int = given.run(given)
-    except (InterposeError, *_MISTAKES) as error:
-        sys.stderr.write(f"interpose {given.command}: {error}\n")
-        return 2
-    return status
+        app(None if arguments is None else list(arguments), prog_name="interpose")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
 
 
-_MISTAKES = (OSError, ValueError, LookupError, AttributeError, ModuleNotFoundError)
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"interpose {version('interpose')}")
+        raise typer.Exit
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="interpose", description="Look inside neural networks while they run."
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    demo = commands.add_parser("demo", help="find where the pocket model keeps a fact")
-    demo.set_defaults(run=_demo)
-    demo.add_argument("--clean", help="a prompt of your own")
-    demo.add_argument("--corrupt", help="a prompt of as many tokens with another answer")
-    demo.add_argument("--out", default="demo.html", help="the page to write (default: demo.html)")
-    check = commands.add_parser("check", help="prove the promises on a model")
-    check.set_defaults(run=_check)
-    check.add_argument("--layers", type=int, nargs="+", help="which blocks (default: 3 of them)")
-    sites = commands.add_parser("sites", help="list what can be hooked in a model")
-    sites.set_defaults(run=_sites)
-    for command in (check, sites):
-        command.add_argument("model", help="a folder, or a name on a hub")
-        command.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
-        command.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
-        command.add_argument("--json", action="store_true", help="print JSON")
-    sites.add_argument("pattern", nargs="?", help="only names that match, such as 'blocks.0.**'")
-    run = commands.add_parser("run", help="run an experiment from its file")
-    run.set_defaults(run=_run)
-    run.add_argument("experiment", help="what ip.Experiment.save wrote")
-    run.add_argument("--python", action="store_true", help="print a script that does the same")
-    run.add_argument("--html", help="also write the result as a page")
-    run.add_argument("--json", help="also write the numbers")
-    run.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
-    _add_sweep(commands.add_parser("sweep", help="change a model at one place after another"))
-    return parser
+@app.callback()
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version, and exit."
+        ),
+    ] = False,
+) -> None:
+    del version  # its callback has shown it
 
 
-def _add_sweep(sweep: argparse.ArgumentParser) -> None:
-    sweep.set_defaults(run=_sweep)
-    sweep.add_argument("--model", default="pocket", help="a folder, or a name on a hub")
-    sweep.add_argument("--clean", nargs="+", metavar="TEXT", help="one text or several")
-    sweep.add_argument("--corrupt", nargs="+", metavar="TEXT", help="of as many tokens each")
-    sweep.add_argument("--site", default="resid_pre", help="such as resid_pre, z, attn_out,mlp_out")
-    sweep.add_argument("--over", default="layer,pos", help="of site, layer, head, neuron, pos")
-    sweep.add_argument(
-        "--answer", nargs="+", metavar="TOKEN", help="one for all texts, or one each"
-    )
-    sweep.add_argument("--instead", nargs="+", metavar="TOKEN", help="measure the lead over this")
-    sweep.add_argument("--edit", help="do this instead of patching, such as zero")
-    sweep.add_argument(
-        "--patch",
-        choices=("clean", "corrupt"),
-        help="whose values go into the other run (default: clean)",
-    )
-    sweep.add_argument("--plan", choices=("wavefront", "batches", "one per cell"))
-    sweep.add_argument("--align", choices=("end",), help="let pairs of other lengths end together")
-    for name in ("layer", "head", "neuron", "pos"):
-        sweep.add_argument(f"--{name}", type=int, nargs="+", help="only these")
-    sweep.add_argument("--device", help="such as cuda:0 (default: the accelerator, if any)")
-    sweep.add_argument("--dtype", help="such as bfloat16 (default: as saved)")
-    sweep.add_argument("--html", help="also write the result as a page")
-    sweep.add_argument("--json", help="also write the numbers")
-    sweep.add_argument("--save", help="also write the experiment, for interpose run")
-    sweep.add_argument(
-        "--count", action="store_true", help="count what a sweep computes, on a tiny random model"
+@app.command()
+@told
+def demo(
+    wanted: Wanted,
+    clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt of your own.")] = None,
+    corrupt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="One of as many tokens, with another answer."),
+    ] = None,
+) -> Iterator[str]:
+    """Find where the pocket model keeps a fact.
+
+    The findings are printed, and written as a page: demo.html, or where --html says.
+    """
+    from interpose.cli import demo
+
+    if (clean is None) != (corrupt is None):
+        raise ValueError("--clean and --corrupt go together: two prompts of as many tokens.")
+    if wanted.html is None and not wanted.python:
+        wanted = replace(wanted, html="demo.html")
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    yield from demo.demo(
+        clean or demo.CLEAN, corrupt or demo.CORRUPT, wanted=wanted, coloured=coloured
     )
 
 
-def _load(given: argparse.Namespace) -> TransformerModel:
+@app.command()
+@told
+def check(
+    wanted: Wanted,
+    model: ModelName,
+    layer: Annotated[list[str] | None, several("layers; by default 3 of them")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> Generator[str, None, bool]:
+    """Prove the promises on a model.
+
+    The exit status is 1 if a promise does not hold.
+    """
+    layers = numbers("layer", layer)
+    if wanted.python:
+        asked = "" if layers is None else f"layer={layers}"
+        yield _script(model, device, dtype, f"print(model.check({asked}))")
+        return True
+    report = _load(model, device, dtype).check(layer=layers)
+    yield from give(report, wanted)
+    return report.passed
+
+
+@app.command()
+@told
+def sites(
+    wanted: Wanted,
+    model: ModelName,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(metavar="PATTERN", help="Only names that match, such as 'blocks.0.**'."),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> Iterator[str]:
+    """List what can be hooked in a model.
+
+    interpose sites pocket 'blocks.0.attn.*'
+    """
+    if wanted.python:
+        asked = "" if pattern is None else f".select({pattern!r})"
+        yield _script(model, device, dtype, f"print(model.sites{asked})")
+        return
+    from interpose.render.html import page
+
+    there = _load(model, device, dtype).sites
+    chosen = there if pattern is None else there.select(pattern)
+    found = {
+        name: {"kind": site.kind, "axes": list(site.axes), "about": site.about}
+        for name, site in chosen.items()
+    }
+    shown = Shown(
+        text=repr(chosen),
+        data=found,
+        records=[
+            {"site": name, "kind": site.kind, "axes": ", ".join(site.axes), "about": site.about}
+            for name, site in chosen.items()
+        ],
+        page=page(f"The sites of {model}", chosen._repr_html_()),
+    )
+    yield from give(shown, wanted)
+
+
+@app.command()
+@told
+def run(
+    wanted: Wanted,
+    experiment: Annotated[str, typer.Argument(metavar="FILE", help="The experiment's file.")],
+    device: Device = None,
+) -> Iterator[str]:
+    """Run an experiment from its file, as interpose sweep --save wrote it."""
+    from interpose.experiments.experiment import Experiment
+
+    loaded = Experiment.load(experiment)
+    if wanted.python:
+        yield loaded.to_python(experiment).rstrip("\n")
+        return
+    yield from give(loaded.run(device=device, progress=is_terminal()), wanted)
+
+
+@app.command()
+@told
+def sweep(
+    wanted: Wanted,
+    model: SweptModel = "pocket",
+    clean: Clean = None,
+    corrupt: Corrupt = None,
+    answer: Answer = None,
+    instead: Instead = None,
+    site: Sites = "resid_pre",
+    over: Over = "layer,pos",
+    patch: Patch = None,
+    edit: EditName = None,
+    layer: Annotated[list[str] | None, several("layers")] = None,
+    head: Annotated[list[str] | None, several("heads")] = None,
+    neuron: Annotated[list[str] | None, several("neurons")] = None,
+    pos: Annotated[list[str] | None, several("positions")] = None,
+    align: Align = None,
+    plan: Plan = None,
+    save: SaveAs = None,
+    count: Count = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> Iterator[str]:
+    """Measure a model at one change after another.
+
+    By default the values of the run on --clean are put into the run on --corrupt, at one layer and position after
+    another, and what is measured is the logit of --answer, or its lead over --instead:
+
+    interpose sweep --clean "The Eiffel Tower is in" --corrupt "The Trevi Fountain is in" --answer " Paris"
+    """
+    from interpose.cli import sweep
+
+    if count:
+        yield from sweep.count()
+        return
+    chosen = {"layer": layer, "head": head, "neuron": neuron, "pos": pos}
+    experiment = sweep.as_experiment(
+        model=model,
+        clean=clean,
+        corrupt=corrupt,
+        answer=answer,
+        instead=instead,
+        dtype=dtype,
+        site=site.split(","),
+        over=over.split(","),
+        edit=edit,
+        words={
+            "patch": patch,
+            "plan": plan,
+            "align": align,
+            **{name: numbers(name, given) for name, given in chosen.items()},
+        },
+    )
+    if wanted.python:
+        yield experiment.to_python().rstrip("\n")
+        return
+    yield from give(experiment.run(device=device, progress=is_terminal()), wanted)
+    if save is not None:
+        experiment.save(save)
+        if "-" not in dict(wanted.files()).values():
+            yield f"the experiment: {save}  (again: interpose run {save})"
+
+
+def _load(model: str, device: str | None, dtype: str | None) -> TransformerModel:
     import torch
 
     import interpose as ip
 
-    dtype = None if given.dtype is None else getattr(torch, given.dtype, None)
-    if given.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {given.dtype!r}; try float32, bfloat16 or float16.")
-    return ip.load(given.model, device=given.device, dtype=dtype)
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"no dtype {dtype!r}; try float32, bfloat16 or float16.")
+    return ip.load(model, device=device, dtype=kind)
 
 
-def _demo(given: argparse.Namespace) -> int:
-    from interpose.cli import demo
-
-    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    if (given.clean is None) != (given.corrupt is None):
-        raise ValueError("--clean and --corrupt go together: two prompts of as many tokens.")
-    prompts = (demo.CLEAN, demo.CORRUPT) if given.clean is None else (given.clean, given.corrupt)
-    for part in demo.demo(*prompts, out=given.out, coloured=coloured):
-        _print(part)
-    return 0
-
-
-def _check(given: argparse.Namespace) -> int:
-    report = _load(given).check(layer=given.layers)
-    _print(json.dumps(report.to_dict(), indent=2) if given.json else repr(report))
-    return 0 if report.passed else 1
-
-
-def _sites(given: argparse.Namespace) -> int:
-    sites = _load(given).sites
-    chosen = sites if given.pattern is None else sites.select(given.pattern)
-    if given.json:
-        found = {
-            name: {"kind": site.kind, "axes": list(site.axes), "about": site.about}
-            for name, site in chosen.items()
-        }
-        _print(json.dumps(found, indent=2))
-    else:
-        _print(repr(chosen))
-    return 0
-
-
-def _run(given: argparse.Namespace) -> int:
-    from interpose.cli import run
-
-    for part in run.run(
-        given.experiment,
-        python=given.python,
-        html=given.html,
-        device=given.device,
-        json=given.json,
-    ):
-        _print(part)
-    return 0
-
-
-def _sweep(given: argparse.Namespace) -> int:
-    from interpose.cli import sweep
-
-    for part in sweep.sweep(given):
-        _print(part)
-    return 0
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _script(model: str, device: str | None, dtype: str | None, last: str) -> str:
+    """A script that loads a model and does one thing."""
+    options = "" if device is None else f", device={device!r}"
+    options += "" if dtype is None else f", dtype=torch.{dtype}"
+    torch = "" if dtype is None else "import torch\n"
+    return f"{torch}import interpose as ip\n\nmodel = ip.load({model!r}{options})\n{last}"
 
 
 if __name__ == "__main__":

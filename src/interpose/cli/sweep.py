@@ -1,14 +1,12 @@
-"""`interpose sweep`: a sweep over two texts, and what it takes by count."""
+"""`interpose sweep`: the experiment that its flags say, and what a sweep takes by count."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from interpose.cli.run import shown
 from interpose.edits.edit import Edit
 from interpose.experiments.experiment import Experiment
 from interpose.models.loading import _transformers, wrap
@@ -16,47 +14,41 @@ from interpose.sweeps import metrics
 from interpose.sweeps.sweep import sweep as run_sweep
 
 
-def sweep(given: argparse.Namespace) -> Iterator[str]:
-    """Run what the arguments say; yields what to print."""
-    if given.count:
-        yield from count()
-        return
-    experiment = as_experiment(given)
-    yield from shown(experiment, html=given.html, json=given.json, device=given.device)
-    if given.save is not None:
-        experiment.save(given.save)
-        yield f"the experiment: {given.save}  (again: interpose run {given.save})"
-
-
-def as_experiment(given: argparse.Namespace) -> Experiment:
-    """The experiment that the arguments say."""
-    if given.clean is None or given.answer is None:
+def as_experiment(
+    *,
+    model: str,
+    clean: list[str] | None,
+    corrupt: list[str] | None,
+    answer: list[str] | None,
+    instead: list[str] | None,
+    dtype: str | None,
+    site: list[str],
+    over: list[str],
+    edit: str | None,
+    words: dict[str, Any],
+) -> Experiment:
+    """The experiment that the flags say; ``words`` are those of a sweep, None where they were not given."""
+    if not clean or not answer:
         raise ValueError(
             "a sweep needs --clean TEXT and --answer TOKEN; and --corrupt TEXT to patch from, or --edit zero."
         )
-    answer = _single(given.answer)
-    metric: metrics.Metric = metrics.logit(answer)
-    if given.instead is not None:
-        metric = metrics.logit_difference(answer, _single(given.instead))
-    over = given.over.split(",")
-    words: dict[str, Any] = {"site": given.site.split(","), "over": over}
-    words["site"] = _single(words["site"])
-    for name in ("patch", "plan", "align", "layer", "head", "neuron", "pos"):
-        if getattr(given, name) is not None:
-            words[name] = getattr(given, name)
-    if given.edit is not None:
-        words["edit"] = _edit(given.edit, words["site"])
-    elif given.corrupt is None:
+    if not corrupt and edit is None:
         raise ValueError(
             "without --corrupt TEXT there is nothing to patch from; or say --edit zero."
         )
+    metric: metrics.Metric = metrics.logit(_single(answer))
+    if instead:
+        metric = metrics.logit_difference(_single(answer), _single(instead))
+    said = {name: value for name, value in words.items() if value is not None}
+    if edit is not None:
+        said["edit"] = _edit(edit, _single(site))
     return Experiment(
-        model=given.model,
-        clean=given.clean,
-        corrupt=given.corrupt,
+        model=model,
+        clean=clean,
+        corrupt=corrupt or None,
         metrics=metric,
-        sweep=words,
-        dtype=given.dtype,
+        sweep={"site": _single(site), "over": over, **said},
+        dtype=dtype,
     )
 
 

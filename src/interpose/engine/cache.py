@@ -14,6 +14,8 @@ from torch import Tensor
 from interpose.errors import AmbiguousSite, SiteNotFound, StaleValue
 from interpose.explain.missing import explain_not_kept
 from interpose.explain.words import some
+from interpose.files.reading import read_shared
+from interpose.files.schema import ListOf, MapOf, Record, Text, record_of
 from interpose.files.writing import replacing
 from interpose.names import Speller
 from interpose.render.text import human_bytes, table
@@ -21,6 +23,11 @@ from interpose.sites.tree import Site
 from interpose.taps import values
 
 _GRAD = "_grad"
+
+
+_CALLS = MapOf(ListOf(Text()))
+_SAME = {"same": MapOf(Text()), "aliases": MapOf(Text()), "calls": _CALLS}
+_ABOUT = Record({**_SAME, "names": record_of(Speller)}, ["names"])
 
 
 class Kept(NamedTuple):
@@ -196,12 +203,7 @@ class Cache(Mapping[str, Tensor]):
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "cpu") -> Cache:
         """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            about = json.loads(file.metadata()["interpose.cache"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        values = {name: tensors[kept] for name, kept in about["same"].items()}
+        values, about = read_shared(path, "interpose.cache", _ABOUT, "Cache.save", device)
         spelling = Speller(**about["names"]) if "names" in about else None
         return Cache(values, aliases=about["aliases"], calls=about["calls"], spelling=spelling)
 

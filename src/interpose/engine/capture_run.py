@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.engine.cache import Cache, Kept
-from interpose.engine.gradients import Watching
+from interpose.engine.gradients import Watching, farthest
 from interpose.engine.hooks import Engine, Hook
 from interpose.engine.listeners import Capturing, Listener
 from interpose.engine.points import HookPoint
@@ -233,8 +233,10 @@ class CaptureRun(Scope):
             )
         if self.targets and loss.requires_grad:
             # To these tensors only: the parameters' own .grad stay as they are, and nothing is
-            # computed for them.
-            torch.autograd.grad(loss, self.targets, allow_unused=True)
+            # computed for them. What is asked for torch holds to the end: as few as lead past all.
+            ends = farthest(loss, self.targets)
+            if ends:
+                torch.autograd.grad(loss, ends, allow_unused=True)
 
     def cache(self) -> Cache:
         """What was kept, as a mapping."""

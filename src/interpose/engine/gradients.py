@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from interpose.engine.hook_calls import changed_by, look
 from interpose.engine.hooks import Detector, Hook
@@ -164,6 +164,28 @@ class Watchers:
             new = listener.deliver(grad, point)
             grad = grad if new is None else new
         return grad
+
+
+def farthest(loss: Tensor, targets: Sequence[GradientEdge]) -> list[GradientEdge]:
+    """Of some places that a backward pass may reach, those behind which there is no other of them."""
+    wanted = {target.node for target in targets}
+    passes: dict[Any, bool] = {}  # by node: whether it or one behind it is wanted
+    ends: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack[-1]
+        behind = [] if node is None else [other for other, _ in node.next_functions if other]
+        waiting = [other for other in behind if other not in passes]
+        if waiting and node not in passes:
+            stack += waiting
+            continue
+        stack.pop()
+        if node is not None and node not in passes:
+            beyond = any(passes[other] for other in behind)
+            passes[node] = beyond or node in wanted
+            if node in wanted and not beyond:
+                ends.add(node)
+    return [target for target in targets if target.node in ends]
 
 
 def grad_receiver(hook: Hook) -> Callable[[Tensor, HookPoint], Tensor | None]:

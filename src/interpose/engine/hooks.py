@@ -170,7 +170,7 @@ class FunctionHook(Hook):
         super().__init__(site)
         self.function = function
         self.direction = direction
-        self._call = _caller(function, forward=direction == "fwd")
+        self._call = caller_of(function, forward=direction == "fwd")
 
     def directions(self) -> tuple[str, ...]:
         """The one it was made for."""
@@ -342,7 +342,7 @@ def _on_part(function: Callable[..., Any], value: Tensor, hook: HookPoint) -> Te
 
 
 def _label_of(function: Callable[..., Any]) -> str:
-    while isinstance(function, functools.partial):
+    while isinstance(function := inspect.unwrap(function), functools.partial):
         function = function.func
     name = getattr(function, "__name__", type(function).__name__)
     code = getattr(function, "__code__", None)
@@ -357,7 +357,7 @@ _NO_TORCH_HOOK = (
 )
 
 
-def _caller(
+def caller_of(
     function: Callable[..., Any], *, forward: bool = True
 ) -> Callable[[Tensor, HookPoint], Any]:
     """How to call a user's function: with ``hook=`` if it takes that, else by place or not at all."""

@@ -138,6 +138,10 @@ class HookPoint:
         """Scratch space, kept until `clear_context`."""
         return self.model._contexts.setdefault(self.canonical, {})
 
+    @ctx.setter
+    def ctx(self, value: dict[Any, Any]) -> None:
+        self.model._contexts[self.canonical] = value
+
     def clear_context(self) -> None:
         """Empty the scratch space."""
         self.ctx.clear()
@@ -160,11 +164,8 @@ class HookPoint:
         return self._handles("bwd")
 
     def _handles(self, direction: str) -> list[Handle]:
-        return [
-            h
-            for h in self.model._handles
-            if h.direction in (direction, "both") and self.canonical in h.canonicals
-        ]
+        found = (h for h in self.model.handles_here() if self.canonical in h.canonicals)
+        return [h for h in found if h.direction in (direction, "both")]
 
     def add_hook(
         self,

@@ -18,6 +18,7 @@ from interpose.engine.hook_calls import Editing, Skipping, TorchEditing
 from interpose.engine.hooks import Engine, Hook, TorchHook, skip
 from interpose.engine.listeners import Beside, FrameEnd, FrameStart, Listener, guard_output
 from interpose.errors import InterposeError, NeverFired
+from interpose.explain.silence import explain_silence
 from interpose.sites.grammar import OUTPUT
 from interpose.taps import context, eager
 
@@ -224,42 +225,4 @@ class Scope:
             for silent in binding.silent():
                 if isinstance(silent, Watching) and silent.outlives_scope and silent.attached:
                     continue  # its backward pass is still to come
-                raise NeverFired(self._why(binding, silent))
-
-    def _why(self, binding: Binding, silent: Listener) -> str:
-        site, missed, calls = silent.site, silent.missed, silent.most_calls
-        what = f"{binding.hook.label} at {site.name!r} never fired"
-        kind = type(site.module).__name__
-        if getattr(silent, "idle", ""):
-            return f"{what}: {silent.idle}"
-        if missed:
-            return (
-                f"{what}: {kind} was called {missed} times, but outside this scope (in another "
-                "thread?).\n"
-                "  Threads start with no scope: run ip.in_scope(function) in the thread instead "
-                "of function."
-            )
-        if not self.forwards and not calls:
-            return f"{what}: the model was not called inside the with block."
-        if isinstance(silent, Watching) and calls:
-            return self._why_no_gradient(what, silent)
-        if site.tail.call is not None and calls:
-            there = "once: #0" if calls == 1 else f"{calls} times: #0 to #{calls - 1}"
-            return f"{what}: {kind} was called {there}."
-        return (
-            f"{what}: {kind} was not called in {self.forwards} forward pass(es).\n"
-            "  Its branch was not taken, or the model uses it without calling it "
-            "(module.forward(x), module.weight).\n"
-            "  Hook the module around it instead.   (what fires: model.scan(inputs); model.sites)"
-        )
-
-    def _why_no_gradient(self, what: str, silent: Watching) -> str:
-        if silent.without_grad:
-            return f"{what}: gradients are off here (torch.no_grad or inference_mode). Run it with gradients on."
-        if not silent.attached:
-            return f"{what}: no floating point value passed there."
-        return f"{what}: its value was seen, but no gradient came back.\n" + (
-            "  Call backward() inside the with block, on something that depends on this site."
-            if not self.targets
-            else "  The loss does not depend on it."
-        )
+                raise NeverFired(explain_silence(self, binding.hook.label, silent))

@@ -104,7 +104,7 @@ class StandingHooks:
         self, direction: str = "both", including_permanent: bool = False, level: int | None = None
     ) -> None:
         """Remove hooks that were added with `add_hook` or `register`."""
-        for handle in list(self._handles):
+        for handle in list(self.handles_here()):
             if handle.matches(direction, including_permanent, level):
                 handle.remove()
 
@@ -124,6 +124,10 @@ class StandingHooks:
         if clear_contexts:
             self.clear_contexts()
         self.remove_all_hook_fns(direction, including_permanent, level)
+
+    def handles_here(self) -> list[Handle]:
+        """The hooks that a hook point lists: the model's own."""
+        return self._handles
 
     def clear_contexts(self) -> None:
         """Empty the scratch space (``hook.ctx``) of all sites."""

@@ -120,45 +120,25 @@ def _refused(what: str) -> Iterator[None]:
 _CORRUPT = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError)
 
 
-def header(texts: dict[str, str], name: str, kind: Kind, path: str | Path, writer: str) -> Any:
-    """One text of a safetensors header that is JSON, checked.
+def read_shared(
+    path: str | Path, word: str, kind: Kind, writer: str, device: Any = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name, of which several may be one and the same, and what else the header says.
 
     Args:
-        texts: of the header.
-        name: which of them.
+        path: a safetensors file whose header has a JSON text; its ``same`` has for each name that of its tensor.
+        word: what the text goes by.
         kind: what it should hold.
-        path: the file, for errors.
         writer: what writes such files, for errors.
+        device: where to put the tensors.
     """
-    if name not in texts:
-        raise FileError(f"{str(path)!r} is not what {writer} writes: its header has no {name!r}.")
-    return parse_json(texts[name], kind, repr(str(path)))
-
-
-def must_have(
-    tensors: dict[str, Tensor], sizes: dict[str, int], path: str | Path, writer: str
-) -> None:
-    """Refuse tensors that are not these floating ones with so many axes.
-
-    Args:
-        tensors: that were read.
-        sizes: how many axes each should have, by name.
-        path: the file, for errors.
-        writer: what writes such files, for errors.
-    """
-    if set(tensors) != set(sizes):
-        there = ", ".join(shown(name, 30) for name in sorted(tensors)[:6]) or "none"
-        raise FileError(
-            f"{str(path)!r} is not what {writer} writes: its tensors are {there}, and should be {', '.join(sizes)}."
-        )
-    for name, axes in sizes.items():
-        tensor = tensors[name]
-        if tensor.ndim != axes or not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise FileError(
-                f"{str(path)!r}: {name} is {kind} of shape {tuple(tensor.shape)}, and should be floating with "
-                f"{axes} axes."
-            )
+    tensors, texts = read_tensors(path, device)
+    if word not in texts:
+        raise FileError(f"{str(path)!r} is not what {writer} writes: its header has no {word!r}.")
+    about = parse_json(texts[word], kind, repr(str(path)))
+    if missing := set(about["same"].values()) - set(tensors):
+        raise FileError(f"{str(path)!r} has no tensor {shown(min(missing))}, which it names.")
+    return {name: tensors[kept] for name, kept in about["same"].items()}, about
 
 
 def _regular(path: str | Path, most: int | None) -> Path:

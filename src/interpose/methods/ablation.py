@@ -10,6 +10,7 @@ model may never have seen; the mean keeps what all texts share; another text's v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,7 +84,8 @@ def ablation(
     options, how = _replacement(
         model, rows, site, replace_by, reference, per_position, seed, batch_size
     )
-    found = ip.sweep(
+    sweep = functools.partial(
+        ip.sweep,
         model,
         rows,
         **options,
@@ -98,7 +100,11 @@ def ablation(
         max_rows=max_rows,
         progress=progress,
     )
-    return _scores(found, how)
+    try:
+        return _scores(sweep(), how)
+    except ip.Cancelled as error:
+        error.result = _scores(error.result, how)
+        raise
 
 
 def _replacement(

@@ -126,7 +126,11 @@ def activation_patching(
     for site in sites:
         options["head"] = _heads(model, site, head)
         if options["head"] != [] or head == []:
-            found[site] = ip.sweep(model, clean, corrupt, site=site, **options)
+            try:
+                found[site] = ip.sweep(model, clean, corrupt, site=site, **options)
+            except ip.Cancelled as error:
+                error.result = _together(sites, {**found, site: error.result})
+                raise
     return _together(sites, found)
 
 
@@ -134,7 +138,7 @@ def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip
     """Single numbers of patterns: a sweep over queries for each key that they can see, pair by pair."""
     asked = options.pop("pos")
     said = {**options, "over": ("layer", "head", "pos")}
-    parts = []
+    parts: list[tuple[int, ip.SweepResult]] = []
     for batch in ip.batches(
         model, clean, corrupt, batch_size=1, prepend_bos=said.pop("prepend_bos")
     ):
@@ -145,18 +149,27 @@ def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip
             _, cache = model.run_with_cache(source, names_filter="pattern", return_type=None)
         said |= {"metric": _of_example(options["metric"], batch.numbers[0]), "pos": queries}
         pair = (batch.clean, batch.corrupt)
-        swept = [
-            ip.sweep(
-                model, *pair, site="pattern", edit=functools.partial(_number, cache, key), **said
-            )
-            for key in range(length)
-        ]
+        swept = []
+        for key in range(length):
+            edit = functools.partial(_number, cache, key)
+            try:
+                swept.append(ip.sweep(model, *pair, site="pattern", edit=edit, **said))
+            except ip.Cancelled as error:
+                nothing = error.result.each * torch.nan
+                rest = [dataclasses.replace(error.result, each=nothing)] * (length - key - 1)
+                done = _keyed([*swept, error.result, *rest], list(range(length)))
+                error.result = _in_order([*parts, (batch.numbers[0], done)], options["metric"])
+                raise
         parts.append((batch.numbers[0], _keyed(swept, list(range(length)))))
-    parts.sort(key=lambda part: part[0])
-    found = [part for _, part in parts]
+    return _in_order(parts, options["metric"])
+
+
+def _in_order(parts: Sequence[tuple[int, ip.SweepResult]], metric: Any) -> ip.SweepResult:
+    """Sweeps of one pair each, with its number, as one."""
+    found = [part for _, part in sorted(parts, key=lambda part: part[0])]
     if len({len(part.axes["key"]) for part in found}) > 1:
         raise ValueError("the texts have different lengths, so that keys are not the same places.")
-    named = options["metric"].values() if found[0].several else [options["metric"]]
+    named = metric.values() if found[0].several else [metric]
     return _pairs(found, tuple(map(ip.metrics.label, named)))
 
 

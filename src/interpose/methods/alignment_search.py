@@ -371,7 +371,7 @@ def _some(batches: Sequence[ip.Batch], numbers: set[int], size: int) -> list[ip.
 def _held_out(asked: float | Sequence[int], total: int, drawn: torch.Generator) -> set[int]:
     if isinstance(asked, (int, float)):
         order = torch.randperm(total, generator=drawn, device="cpu").tolist()
-        numbers = set(order[: max(1, round(asked * total))])
+        numbers = set(order[: max(1, round(asked * total))] if asked > 0 else ())
     else:
         numbers = set(asked)
     if not numbers or not numbers < set(range(total)):

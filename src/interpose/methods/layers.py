@@ -32,6 +32,11 @@ def sites_in(model: Any, kind: str, layers: Layers, what: str) -> dict[int, str]
         what: what the sites are, for errors.
     """
     there = {model.sites[name].layer: name for name in model.sites.select(kind)}
+    if set(there) == {None}:
+        raise ValueError(
+            f"{what} is in no layer. Choose a kind of site that blocks have: what the embeddings make enters the first "
+            "as 'resid_pre', layer=0."
+        )
     return {n: there[n] for n in chosen_layers(layers, list(there), len(model.blocks), what)}
 
 

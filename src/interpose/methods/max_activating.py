@@ -8,7 +8,9 @@ Of equal values the one that comes first in the data counts first.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -59,7 +61,17 @@ class MaxActivating(ip.Scores):
 
     def merge(self, other: MaxActivating) -> MaxActivating:
         """The result of both: as if the other's texts had come after these."""
-        for name in ("site", "layer", "head", "directions", "sign", "k", "context", "skip_first"):
+        for name in (
+            "site",
+            "layer",
+            "head",
+            "directions",
+            "digest",
+            "sign",
+            "k",
+            "context",
+            "skip_first",
+        ):
             mine, theirs = self.protocol.get(name), other.protocol.get(name)
             if mine != theirs:
                 raise ValueError(f"different searches do not merge: {name} is {mine} and {theirs}.")
@@ -217,7 +229,8 @@ def max_activating(
     if found is None:
         raise ValueError("there are no texts.")
     protocol = {"site": site, "layer": layer, "head": head, "sign": sign, "k": k}
-    protocol |= {"directions": None if direction is None else len(found["values"])}
+    if direction is not None:
+        protocol |= {"directions": len(found["values"]), "digest": _digest(direction)}
     protocol |= {
         "context": context,
         "skip_first": skip_first,
@@ -234,6 +247,12 @@ def max_activating(
         count=count,
         **_parts(found, sign),
     )
+
+
+def _digest(direction: Tensor) -> str:
+    """Tells directions from others, so that results of different ones are not merged."""
+    numbers = direction.detach().to("cpu", torch.float32).contiguous().flatten().tolist()
+    return hashlib.sha256(array("f", numbers).tobytes()).hexdigest()[:12]
 
 
 def _chunks(model: Any, texts: Any, size: int, progress: ShowProgress) -> Iterator[list[Any]]:

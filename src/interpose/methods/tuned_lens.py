@@ -96,9 +96,11 @@ class TunedLens(ip.Result):
         ]
         optimizer = torch.optim.Adam(maps, lr=learning_rate)
         draw = torch.Generator().manual_seed(seed)
+        # Each token counts the same, whatever the length of its text: a step takes the mean over a batch's tokens.
+        sizes = torch.tensor([float(batch.clean.numel()) for batch in found], device="cpu")
         history = []
         for step in tracked(range(steps), progress, "step", lambda _: 1):
-            batch = found[int(torch.randint(len(found), (), generator=draw))]
+            batch = found[int(sizes.multinomial(1, generator=draw))]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 - step / steps)
             history.append(_gradients(model, batch.clean, maps))

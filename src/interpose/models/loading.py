@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import torch
 from torch import nn
 
 from interpose.engine.model import Model
+from interpose.errors import FileError
 from interpose.explain.words import nearest
+from interpose.models.hub import within_reach
 from interpose.models.transformer import TransformerModel
 
 POCKET = Path(__file__).parents[1] / "pocket"
@@ -91,9 +96,13 @@ def load(
             with interpose (a folder of that name is ``./pocket``).
         device: where to put it; by default the accelerator, if there is one.
         dtype: of its weights; by default the one it was saved in.
-        **options: for ``from_pretrained``, such as ``device_map`` or ``attn_implementation``.
+        **options: for ``from_pretrained``, such as ``device_map``, ``attn_implementation`` or ``gguf_file``. Code that
+            a folder or a hub brings is not run, and nobody is asked, unless you say ``trust_remote_code=True``.
     """
     transformers = _transformers()
+    trusted = options.setdefault("trust_remote_code", False)
+    if not isinstance(trusted, bool):
+        raise TypeError(f"trust_remote_code is True or False; got {trusted!r}.")
     name_or_folder = _as_name(name_or_folder)
     if name_or_folder == "pocket":
         name_or_folder = str(POCKET)
@@ -103,14 +112,19 @@ def load(
         )
     elif name_or_folder.startswith((".", "/", "~")) and not Path(name_or_folder).is_dir():
         raise FileNotFoundError(f"no folder {name_or_folder!r}.")
+    options = within_reach(name_or_folder, options)
     config = options.pop("config", None)
     if config is None:
         known = {key: options[key] for key in _FOR_FILES if key in options}
-        config = transformers.AutoConfig.from_pretrained(name_or_folder, **known)
+        with _own_code(name_or_folder):
+            config = transformers.AutoConfig.from_pretrained(name_or_folder, **known)
+        if not trusted and "attn_implementation" not in options:
+            _must_bring_no_kernel(config, name_or_folder)
     kind = _class_for(transformers, config)
-    module = kind.from_pretrained(
-        name_or_folder, config=config, dtype="auto" if dtype is None else dtype, **options
-    )
+    with _own_code(name_or_folder):
+        module = kind.from_pretrained(
+            name_or_folder, config=config, dtype="auto" if dtype is None else dtype, **options
+        )
     if "device_map" not in options:
         module = module.to(device or _best_device())
     module.eval()
@@ -125,7 +139,34 @@ _FOR_FILES = (
     "local_files_only",
     "trust_remote_code",
     "subfolder",
+    "gguf_file",
 )
+
+
+@contextmanager
+def _own_code(name: str) -> Iterator[None]:
+    """What transformers says of code that a model brings, in our words; it runs only if that was asked for."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise FileError(
+            f"{name!r} brings code of its own, which is not run unless you ask for it. Read it, and if you trust it: "
+            f"ip.load({name!r}, trust_remote_code=True)."
+        ) from None
+
+
+def _must_bring_no_kernel(config: Any, name: str) -> None:
+    """Refuse a config that has an attention fetched from a hub: a kernel is code too."""
+    parts = (getattr(config, part, None) for part in config.sub_configs)
+    for one in (config, *(part for part in parts if part is not None)):
+        kernel = getattr(one, "_attn_implementation", None)
+        if isinstance(kernel, str) and "/" in kernel:
+            raise FileError(
+                f"{name!r} asks for the attention {kernel!r}, which is code from a hub and is not run unless you ask "
+                f"for it: ip.load({name!r}, attn_implementation='sdpa'), or trust_remote_code=True."
+            )
 
 
 def _as_name(given: Any) -> str:
@@ -161,7 +202,12 @@ def _best_device() -> torch.device:
 def _class_for(transformers: Any, config: Any) -> Any:
     """The class a checkpoint was saved with, else the first that knows its kind of config."""
     for name in config.architectures or ():
-        if hasattr(transformers, name):
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    brought = getattr(config, "auto_map", None) or {}
+    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
+        if name in brought:
             return getattr(transformers, name)
     for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"):
         if type(config) in getattr(transformers, name)._model_mapping:
@@ -172,7 +218,11 @@ def _class_for(transformers: Any, config: Any) -> Any:
 def tokenizer_of(name_or_folder: str) -> Any:
     """The tokenizer of a model on a hub, in a folder, or in the package; None if it has none."""
     name = str(POCKET) if name_or_folder == "pocket" else name_or_folder
-    return _readers(_transformers(), name, {})[0]
+    try:
+        options = within_reach(name, {"trust_remote_code": False}, file="tokenizer_config.json")
+    except FileNotFoundError:
+        return None
+    return _readers(_transformers(), name, options)[0]
 
 
 def _readers(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -182,8 +232,14 @@ def _readers(transformers: Any, name: str, options: dict[str, Any]) -> tuple[Any
     for reader in (transformers.AutoTokenizer, transformers.AutoProcessor):
         try:
             found.append(reader.from_pretrained(name, **known))
-        except (OSError, ValueError, KeyError, ImportError):
+        except (OSError, ValueError, KeyError, ImportError) as error:
             found.append(None)  # no such files: the model works on tensors
+            if "trust_remote_code" in str(error):
+                warnings.warn(
+                    f"the tokenizer or processor of {name!r} is code of its own, which was not run: the model takes "
+                    "tokens. To run it: trust_remote_code=True.",
+                    stacklevel=3,
+                )
     tokenizer, processor = found
     return tokenizer, None if processor is tokenizer or isinstance(
         processor, type(tokenizer)

@@ -150,11 +150,17 @@ def feature_maps(
         channels: which channels; None for all.
         columns: how many maps stand side by side.
     """
+    if columns < 1:
+        raise ValueError(f"columns is how many maps stand side by side, at least 1; got {columns}.")
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
 
     def cut(value: Tensor) -> Tensor:
-        return value[[example]] if value.ndim == 4 else value
+        if value.ndim != 4:
+            return value
+        _must_be_there("example", [example], value.shape[0])
+        _must_be_there("channel", channels or (), value.shape[1])
+        return value[[example]]
 
     with torch.no_grad():
         _, cache = as_model(model).run_with_cache(*args, names_filter=site, keep=cut, **kwargs)
@@ -167,6 +173,12 @@ def feature_maps(
         maps = value[0, list(wanted)].to("cpu", torch.float32)
         grids.append(Grid(site=name, channels=wanted, values=maps, columns=columns))
     return FeatureMaps(tuple(grids))
+
+
+def _must_be_there(word: str, asked: Sequence[int], count: int) -> None:
+    for one in asked:
+        if not -count <= one < count:
+            raise IndexError(f"{word} {one} is not there: there are {word}s 0 to {count - 1}.")
 
 
 def _not_maps(flat: Mapping[str, tuple[int, ...]], maps: Sequence[str]) -> str:

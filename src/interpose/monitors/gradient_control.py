@@ -39,7 +39,18 @@ class clip_grad(Controller):
         # Norms of half-precision gradients overflow, so they are taken in float32 at least.
         wide = torch.promote_types(grad.dtype, torch.float32)
         norm: Tensor = torch.linalg.vector_norm(grad, dtype=wide)
-        return grad * torch.clamp(self.max_norm / norm, max=1.0).to(grad.dtype)
+        shorter = grad.to(wide) * torch.clamp(self.max_norm / norm, max=1.0)
+        return _toward_zero(shorter, grad.dtype)
+
+
+def _toward_zero(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A value with fewer bits, no element of it larger than it was: a bound still holds."""
+    if value.dtype == dtype:
+        return value
+    found = value.to(dtype)
+    # Floats of 16 bits, read as integers, count up with their magnitude.
+    lower = (found.view(torch.int16) - 1).view(dtype)
+    return torch.where(found.to(value.dtype).abs() > value.abs(), lower, found)
 
 
 @dataclass(frozen=True, repr=False)

@@ -32,7 +32,7 @@ class SiteHealth:
     """Sizes at one site, as root mean squares: the L2 norm over the root of the number of elements.
 
     ``gradient`` is None where no gradient came. ``ratio`` is the gradient over that of the last
-    site, None for single numbers. ``flag`` is empty or says what is wrong.
+    site, None for single numbers and scales of norms. ``flag`` is empty or says what is wrong.
     """
 
     site: str
@@ -118,12 +118,15 @@ def gradient_health(
         model: the model, run once in the mode (train or eval) it is in.
         *inputs: what the model takes.
         loss: a function from the model's output to one number.
-        site: where to look; None for the output of every module.
+        site: where to look; None for the output of every module, or of a model of transformers for its stream and what
+            its parts read and make (not for what only shows with another attention kernel, nor for norms).
         vanishing: flag a site whose gradient is below this times the one at the last site.
         exploding: flag a site whose gradient is above this times the one at the last site.
         **kwargs: what the model takes by name.
     """
-    _, cache = as_model(model).run_with_cache(
+    model = as_model(model)
+    site = _of_layers(model) if site is None else site
+    _, cache = model.run_with_cache(
         *inputs, names_filter=site, incl_bwd=loss, keep=_size_and_axes, **kwargs
     )
     sizes = {name: cache[name].tolist() for name in cache if not name.endswith("_grad")}
@@ -134,20 +137,30 @@ def gradient_health(
             f"no gradient reached any of the {len(sizes)} sites. The loss must depend on the "
             "model's output, and gradients must be on."
         )
-    # A single number, such as a loss that the model returns itself, is no layer to compare with.
-    arrays = [name for name in received if sizes[name][1]]
+    # A single number, such as a loss that the model returns itself, is no layer to compare with; nor is a norm's
+    # scale, one number for what a whole vector received.
+    arrays = [name for name in received if sizes[name][1] and not name.endswith("hook_scale")]
     start = gradients[(arrays or received)[-1]]
-    rows = []
-    for name, (activation, axes) in sizes.items():
+    rows, comparable = [], set(arrays)
+    for name, (activation, _) in sizes.items():
         gradient = gradients.get(name)
         ratio = None
-        if gradient is not None and (axes or not arrays):
+        if gradient is not None and (name in comparable or not arrays):
             ratio = gradient / start if start else math.nan
         flag = _flag(gradient, ratio, vanishing, exploding)
         rows.append(
             SiteHealth(site=name, activation=activation, gradient=gradient, ratio=ratio, flag=flag)
         )
     return GradientHealth(tuple(rows))
+
+
+def _of_layers(model: Model) -> Filter:
+    """Where to look by default: of a transformer, sites that are there anyway, so that no more is computed or kept."""
+    sites = [site for site, _ in model.tree.select(None)]
+    if not any(site.kind for site in sites):
+        return None
+    left_out = ("scale", "normalized")
+    return [site.name for site in sites if site.switch is None and site.kind not in left_out]
 
 
 def _size_and_axes(value: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.errors import NonFinite
-from interpose.sites.tree import Filter
+from interpose.sites.tree import Filter, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,23 @@ class Break:
         return "\n".join(lines)
 
 
+class _Everything:
+    """Selects every site that is computed anyway: the outputs of all modules, each by its meaning if it has one."""
+
+    def select_in(self, tree: Any) -> list[tuple[Site, bool]]:
+        """Its sites in a model."""
+        found = {site.name: site for site, _ in tree.select(None)}
+        for path, module in tree.modules():
+            output, meaning = tree.place(path, module), tree.meaning(path)
+            name = meaning or output.name
+            if name not in found:
+                found[name] = output if meaning is None else tree.site(meaning)
+        return [(site, False) for site in found.values()]
+
+    def __repr__(self) -> str:
+        return "None"
+
+
 class NaNGuard(Detector):
     """Raises `NonFinite` at the first site where a value or a gradient stops being finite.
 
@@ -57,13 +75,13 @@ class NaNGuard(Detector):
     Each look waits for the device: a tool to find a fault with, not one to leave in for good.
 
     Args:
-        site: where it looks; None for the output of every module.
+        site: where it looks; None for the output of every module, and all that a model of transformers has besides.
         gradients: look at gradients too, in a ``backward()`` inside the ``with`` block.
         raises: False only writes down ``guard.first`` and lets the model run on.
     """
 
     def __init__(self, site: Filter = None, *, gradients: bool = True, raises: bool = True) -> None:
-        super().__init__(site, copies=False)
+        super().__init__(_Everything() if site is None else site, copies=False)
         self.gradients = gradients
         self.raises = raises
         self.first: Break | None = None
@@ -93,7 +111,10 @@ class NaNGuard(Detector):
         finite, here = self._finite[kind], (hook.name, hook.call)
         if here in finite:
             finite.clear()  # the same place again: another pass
-        if torch.isfinite(value).all():
+        fine = torch.isfinite(value)
+        if hook.canonical.endswith("hook_attn_scores"):
+            fine |= value == -torch.inf  # how some models write that a key is masked
+        if fine.all():
             finite[here] = None
             return
         self.first = Break(

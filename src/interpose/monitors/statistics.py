@@ -168,7 +168,8 @@ class Statistics(Detector):
         site: where; None for the output of every module.
         unit_axis: the axis that counts the units; by default 1 for images (four or five axes: their
             channels), else the last. Of a text's values [batch, pos, ...] everything after the position
-            is a unit, heads side by side, and padding is left out.
+            is a unit, heads side by side, and padding is left out. Of attention scores each head is a unit, over the
+            pairs of positions that are not masked.
     """
 
     def __init__(self, site: Filter = None, *, unit_axis: int | None = None) -> None:
@@ -192,6 +193,8 @@ class Statistics(Detector):
         axis = self.unit_axis
         if axis is None and hook.axes[:1] == ("batch",) and hook.pos_axis == 1 and value.ndim > 2:
             return _tokens(value, hook)
+        if hook.canonical.endswith("hook_attn_scores") and axis in (None, 1):
+            return _seen(value, hook)
         if axis is None:
             axis = 1 if value.ndim in (4, 5) else -1
         if not -value.ndim <= axis < value.ndim:
@@ -229,6 +232,16 @@ def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
     if mask is not None and mask.shape == value.shape[:2]:
         return value[mask.to(value.device) != 0].flatten(1)
     return value.flatten(2).flatten(0, 1)
+
+
+def _seen(value: Tensor, hook: HookPoint) -> Tensor:
+    """Attention scores [batch, head, query, key] as [pair, head], without pairs that a mask or padding takes out."""
+    wide = (value.cpu() if value.device.type == "mps" else value).movedim(1, -1)
+    there = (wide > torch.finfo(value.dtype).min / 2).all(-1)
+    mask = mask_at(hook, 2)
+    if mask is not None and mask.shape == there.shape[:2]:
+        there &= (mask.to(there.device) != 0)[:, :, None]
+    return wide[there]
 
 
 def _finished(site: str, sums: _Summary) -> SiteStatistics:

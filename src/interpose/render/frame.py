@@ -1,10 +1,12 @@
-"""Records as a pandas data frame, which is not a dependency."""
+"""Records as tables for other programs: CSV, and pandas data frames, which are no dependency."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from interpose.render import escape
 
 
 def data_frame(records: Iterable[Mapping[str, Any]]) -> Any:
@@ -18,3 +20,11 @@ def data_frame(records: Iterable[Mapping[str, Any]]) -> Any:
             name="pandas",
         ) from error
     return pandas.DataFrame(list(records))
+
+
+def csv_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each record below one of their names; no spreadsheet takes a text of them for a formula."""
+    rows = list(records)
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [head, *([row.get(name, "") for name in head] for row in rows)]
+    return "".join(f"{','.join(map(escape.csv, line))}\n" for line in lines)

@@ -24,7 +24,9 @@ def bootstrap(
     *,
     confidence: float = 0.95,
     resamples: int = 2000,
-    seed: int = 0,
+    seed: int | torch.Generator = 0,
+    statistic: str = "mean",
+    fewest: int = 2,
 ) -> Interval:
     """Percentile intervals of the mean over examples, or of one mean as a share of another.
 
@@ -36,10 +38,12 @@ def bootstrap(
         way: what each mean is divided by: the mean of these over the same draw, [..., example].
         confidence: the share of resampled means that lie inside.
         resamples: how often examples are drawn, as many as there are, with replacement.
-        seed: of the draws.
+        seed: of the draws, or what draws them.
+        statistic: ``mean``; or ``median``, of which no share can be taken.
+        fewest: how many examples there are at least.
     """
     count = each.shape[-1]
-    if count < 2:
+    if count < fewest:
         raise ValueError(
             "an interval says how far the mean over examples is to be trusted, and this sweep has one example alone. "
             "Give several texts."
@@ -51,14 +55,25 @@ def bootstrap(
     shares = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
     rows = each.detach().cpu().double().reshape(-1, count)
     ways = None if way is None else way.detach().cpu().double().expand_as(each).reshape(-1, count)
-    found = torch.empty(2, len(rows), dtype=torch.float64)
+    found = torch.empty(2, len(rows), dtype=torch.float64, device="cpu")
+    if isinstance(seed, torch.Generator):
+        generator = seed
+    else:
+        generator = torch.Generator("cpu").manual_seed(seed)
+    start = generator.get_state()
     step = max(1, _MOST // resamples)
     for at in range(0, len(rows), step):
         some = slice(at, at + step)
-        means = torch.empty(len(rows[some]), resamples, dtype=torch.float64)
+        means = torch.empty(len(rows[some]), resamples, dtype=torch.float64, device="cpu")
         first = 0
-        for counts in _draws(count, resamples, seed):
-            there = slice(first, first := first + len(counts))
+        for drawn in _draws(count, resamples, generator.set_state(start)):
+            there = slice(first, first := first + len(drawn))
+            if statistic == "median":
+                each_draw = (rows[some][:, one].quantile(0.5, -1) for one in drawn)
+                means[:, there] = torch.stack(list(each_draw), -1)
+                continue
+            counts = torch.zeros(drawn.shape, dtype=torch.float64)
+            counts.scatter_add_(1, drawn, torch.ones_like(counts))
             means[:, there] = rows[some] @ counts.T / count
             if ways is not None:
                 means[:, there] /= ways[some] @ counts.T / count
@@ -67,12 +82,9 @@ def bootstrap(
     return Interval(low, high)
 
 
-def _draws(count: int, resamples: int, seed: int) -> Iterator[Tensor]:
-    """How often each example is drawn, [some resamples, example], as many at a time as memory allows."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+def _draws(count: int, resamples: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Which examples are drawn, [some resamples, example], as many at a time as memory allows."""
     step = max(1, _MOST // count)
     for at in range(0, resamples, step):
         some = min(step, resamples - at)
-        drawn = torch.randint(count, (some, count), generator=generator)
-        counts = torch.zeros(some, count, dtype=torch.float64)
-        yield counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+        yield torch.randint(count, (some, count), generator=generator, device="cpu")

@@ -15,7 +15,7 @@ from interpose.errors import FileError
 from interpose.files.schema import Instance, Kind, MapOf, Place, Record, kind_of
 from interpose.files.writing import write_whole
 from interpose.render import escape, png
-from interpose.render.frame import data_frame
+from interpose.render.frame import csv_text, data_frame
 from interpose.render.html import html_table, page
 from interpose.render.labelled import Labelled
 from interpose.render.svg import picture
@@ -76,10 +76,7 @@ class Result:
 
     def to_csv(self) -> str:
         """The records as lines of a table; no spreadsheet takes a text of them for a formula."""
-        rows = list(self.records())
-        head = list(dict.fromkeys(name for row in rows for name in row))
-        lines = [head, *([row.get(name, "") for name in head] for row in rows)]
-        return "".join(f"{','.join(map(escape.csv, line))}\n" for line in lines)
+        return csv_text(self.records())
 
     # Data.
 

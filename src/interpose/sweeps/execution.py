@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interpose.edits.basic import add, clamp, fill, scale, zero
-from interpose.edits.subspace import project_cap, project_out
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
@@ -21,7 +19,7 @@ from interpose.sweeps.metrics import Examples, Metric, all_looked_at, function, 
 from interpose.sweeps.narrowing import Filled, Looks, looked_at, together
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
-from interpose.sweeps.proof import Proof, others_listen, prove, strangers
+from interpose.sweeps.proof import Proof, may_begin_late, others_listen, prove, strangers
 from interpose.sweeps.reading import Reading, precisions
 from interpose.sweeps.reference import Reference, refer
 from interpose.sweeps.wavefront import run_rows
@@ -73,10 +71,11 @@ class Found:
     """What a batch of examples gave, by each precision of its logits: first the one that is shown.
 
     Attributes:
-        values: [precision, metric, cell, example].
+        values: [precision, metric, cell, example]; NaN for cells that were not run when the sweep was ended.
         clean: [precision, metric, example].
         corrupt: the same; as clean if there is nothing corrupted.
         noise: how far rounding alone moved each metric, [precision, metric, draw, example]; no draws in 32 bits.
+            Infinite if the sweep was ended before it was measured.
         logits: the dtype of logits, by precision.
     """
 
@@ -87,13 +86,13 @@ class Found:
     logits: tuple[str, ...]
 
 
-def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
+def run(task: Task, batch: Batch, step: Callable[[int], bool]) -> Found:
     """Run a sweep on one batch.
 
     Args:
         task: what to do.
         batch: the examples.
-        step: told how many rows are done.
+        step: told how many rows are done; False ends the sweep.
     """
     backwards = task.patch == "clean" and batch.corrupt is not None
     given, other = (batch.corrupt, batch.clean) if backwards else (batch.clean, batch.corrupt)
@@ -146,9 +145,9 @@ def run(task: Task, batch: Batch, step: Callable[[int], None]) -> Found:
             ends.append(_End.of(task, other, theirs, base.other, own))
         found = _rows(task, base, ends, proof, first, step)
         lost = found.values.isnan() & ~found.base[:, :, None].isnan()
-        if filled is not None and bool(lost.any()):
+        if filled is not None and not found.ended and bool(lost.any()):
             stack.close()  # a row in which some function looks elsewhere
-            return run(replace(task, whole_logits=True), batch, lambda _: None)
+            return run(replace(task, whole_logits=True), batch, lambda _: True)
         second = ends[-1].metrics[:, :, 0].cpu()
         sides = (second, found.base) if backwards else (found.base, second)
         parts = precisions(base.logits, columns, own)
@@ -244,6 +243,7 @@ class _Changed:
     values: Tensor
     base: Tensor
     noise: Tensor
+    ended: bool
 
 
 def _rows(
@@ -252,27 +252,35 @@ def _rows(
     ends: Sequence[_End],
     proof: Proof,
     first: int,
-    step: Callable[[int], None],
+    step: Callable[[int], bool],
 ) -> _Changed:
     """Run the rows, once the reference runs are there."""
     change, read = _change(task, base), ends[0].read
     unchanged = ends[0].metrics
     grain = noise.grain(task.model, base.streams[0], base.logits)
     values = unchanged.repeat(1, 1, len(task.cells), 1)
-    todo, idle = len(task.cells), []
+    rest, idle, ended = set(range(len(task.cells))), [], False
     for ran in _passes(task, base, change, proof, first, idle=grain is not None):
         found = read(ran.logits)
         values[:, :, sent(ran.cells, values.device)] = found[:, :, : len(ran.cells)]
         idle.append(found[:, :, len(ran.cells) :] - unchanged)
-        todo -= len(ran.cells)
-        step(len(ran.cells) * base.batch)
-    step(todo * base.batch)  # the rest changes nothing
+        rest -= set(ran.cells)
+        if ended := not step(len(ran.cells) * base.batch):
+            break
+    if ended:
+        values[:, :, sent(sorted(rest), values.device)] = torch.nan
+    else:
+        ended = not step(len(rest) * base.batch)  # the rest changes nothing
     draws = 0 if grain is None else 1 + noise.DRAWS
     moved = torch.zeros_like(unchanged).expand(-1, -1, draws, -1)
-    if grain is not None and idle:
+    if grain is not None and ended:
+        moved = moved + torch.inf  # not known
+    elif grain is not None and idle:
         moved = torch.cat([_furthest(idle), _blurred(task, base, ends, first, grain)], dim=2)
     # Until here nothing waits for the device.
-    return _Changed(values=values.cpu(), base=unchanged[:, :, 0].cpu(), noise=moved.cpu())
+    return _Changed(
+        values=values.cpu(), base=unchanged[:, :, 0].cpu(), noise=moved.cpu(), ended=ended
+    )
 
 
 def _change(task: Task, base: Reference) -> Change:
@@ -395,35 +403,8 @@ def _pass(
     return _whole(base, ran.logits, rows)
 
 
-_PLACELESS = (zero, fill, add, scale, clamp, project_out, project_cap)
-"""Edits that make the same of a value whatever stands before it."""
-_NUMBERS = ("value", "by", "min", "max", "low", "high")
-_OVER_KEYS = ("attn_scores", "pattern")
-
-
-def _may_begin_late(task: Task, base: Reference) -> bool:
-    """Whether a cell's position is the first that it changes, and values at later ones can be told by their places."""
-    kinds = {task.model.tree.site(cell.site).kind for cell in task.cells}
-    if kinds & set(_OVER_KEYS) and not base.grows:
-        return False  # a sliding window shows other keys
-    if task.edit is None:
-        return True
-    if "rot_k" in kinds:
-        return False  # keys of all positions come there
-    return all(_is_placeless(task.edit(cell), cell) for cell in task.cells)
-
-
-def _is_placeless(edit: Any, cell: Cell) -> bool:
-    """Whether an edit is at its cell's position alone, and tells nothing by the places of others."""
-    if type(edit) not in _PLACELESS or not isinstance(edit.pos, int) or edit.pos != cell.pos:
-        return False
-    given = [getattr(edit, name, None) for name in _NUMBERS]
-    # A tensor of several axes may have one of positions, of which fewer come.
-    return not any(isinstance(one, Mapping) or getattr(one, "ndim", 0) > 1 for one in given)
-
-
 def _groups(task: Task, base: Reference, *, first: int, cached: bool) -> list[Group]:
-    cached = cached and _may_begin_late(task, base)
+    cached = cached and may_begin_late(task.model, task.cells, task.edit, grows=base.grows)
     found = groups(
         task.cells,
         first=first,

@@ -139,6 +139,7 @@ class Sizes:
     width: int
     inner: int
     heads: int
+    layers: int
     bytes: int
     device: torch.device
 
@@ -152,7 +153,10 @@ class Sizes:
             cfg = model.cfg
             width = cfg.d_model or 1
             inner, heads = cfg.d_mlp or 4 * width, cfg.n_heads or 1
-            return Sizes(width=width, inner=inner, heads=heads, bytes=size, device=device)
+            layers = cfg.n_layers or 1
+            return Sizes(
+                width=width, inner=inner, heads=heads, layers=layers, bytes=size, device=device
+            )
 
         return known(model, ("sizes", size, device), find_out, tried=False)
 
@@ -176,13 +180,35 @@ class Sizes:
             length: how many there are, with those of the KV cache.
             logits: how many numbers of them.
         """
-        each = positions * (12 * self.width + 4 * self.inner + 3 * self.heads * length) * self.bytes
-        each += logits * (self.bytes + 4)  # and once more in float32
-        return max(1, int(_room(self.device) // each))
+        return max(1, int(_room(self.device) // self._a_row(positions, length, logits)))
+
+    def most_examples(self, *, length: int, logits: int) -> int:
+        """How many examples fit together: with a row for each, and what their reference runs keep.
+
+        Args:
+            length: how many positions they have.
+            logits: how many numbers of them a row has.
+        """
+        # The streams before all blocks, keys and values, of both runs, and values to patch.
+        kept = 8 * self.layers * length * self.width * self.bytes + 2 * logits * (self.bytes + 4)
+        each = kept + self._a_row(length, length, logits)
+        return max(1, int(_memory(self.device) // each))
+
+    def _a_row(self, positions: int, length: int, logits: int) -> int:
+        """Bytes that a pass takes for each row."""
+        block = 12 * self.width + 4 * self.inner + 3 * self.heads * length
+        return positions * block * self.bytes + logits * (self.bytes + 4)  # and in float32
 
 
 def _room(device: torch.device) -> float:
-    """Bytes that a pass may take."""
+    """Bytes that a pass may take: more than so many tokens together are no faster."""
     if device.type == "cuda":
-        return 0.4 * torch.cuda.mem_get_info(device)[0]
+        return min(0.4 * torch.cuda.mem_get_info(device)[0], 2**34)
     return 2**27  # more leaves the caches, and the allocator hands out fresh pages for each tensor
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes that examples which run together may take."""
+    if device.type == "cuda":
+        return min(0.3 * torch.cuda.mem_get_info(device)[0], 2**34)
+    return 2**31

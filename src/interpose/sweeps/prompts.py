@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ def batches(
     size: int,
     prepend_bos: bool | None,
     align: str | None,
+    fit: Callable[[int], int] | None = None,
     together: bool = False,
 ) -> list[Batch]:
     """Examples in batches of texts of one length, the shortest first.
@@ -52,6 +53,7 @@ def batches(
         clean: what `rows.read` takes.
         corrupt: likewise, as many; None for none.
         size: how many examples run together, at most.
+        fit: how many of a length fit in memory; by default any number.
         prepend_bos: as in ``to_tokens``, for texts.
         align: ``end`` pads the shorter text of a pair at the left; None refuses pairs of different lengths.
         together: whether with ``end`` all pairs end together, and not each two.
@@ -77,8 +79,9 @@ def batches(
     made = []
     for length in sorted(set(lengths)):
         numbers = [number for number, other in enumerate(lengths) if other == length]
-        for at in range(0, len(numbers), size):
-            some = numbers[at : at + size]
+        most = size if fit is None else min(size, fit(length))
+        for at in range(0, len(numbers), most):
+            some = numbers[at : at + most]
             pair = [
                 None if rows is None else _stacked(model, [rows[number] for number in some], length)
                 for rows in (found, others)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from interpose.edits.basic import add, clamp, fill, scale, zero
+from interpose.edits.subspace import project_cap, project_out
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import foreign_hooks, home_of, known
@@ -65,6 +68,42 @@ def tower_of(model: Any) -> Tower | None:
     stream = model.tree.table.sites.get("blocks.0.hook_resid_pre")
     plain_stream &= stream is not None and stream.lens is None and stream.axes[1:2] == ("pos",)
     return tower if plain_stream and tower is not None and tower.prefix == "" else None
+
+
+_PLACELESS = (zero, fill, add, scale, clamp, project_out, project_cap)
+"""Edits that make the same of a value whatever stands before it."""
+_NUMBERS = ("value", "by", "min", "max", "low", "high")
+_OVER_KEYS = ("attn_scores", "pattern")
+
+
+def may_begin_late(
+    model: Any, cells: Sequence[Cell], edit: Callable[[Cell], Any] | None, *, grows: bool
+) -> bool:
+    """Whether a cell's position is the first that it changes, and values at later ones can be told by their places.
+
+    Args:
+        model: whose sites cells are of.
+        cells: all of them.
+        edit: what makes the edit of a cell; None to patch.
+        grows: whether the KV cache of a part is a part of the KV cache.
+    """
+    kinds = {model.tree.site(cell.site).kind for cell in cells}
+    if kinds & set(_OVER_KEYS) and not grows:
+        return False  # a sliding window shows other keys
+    if edit is None:
+        return True
+    if "rot_k" in kinds:
+        return False  # keys of all positions come there
+    return all(_is_placeless(edit(cell), cell) for cell in cells)
+
+
+def _is_placeless(edit: Any, cell: Cell) -> bool:
+    """Whether an edit is at its cell's position alone, and tells nothing by the places of others."""
+    if type(edit) not in _PLACELESS or not isinstance(edit.pos, int) or edit.pos != cell.pos:
+        return False
+    given = [getattr(edit, name, None) for name in _NUMBERS]
+    # A tensor of several axes may have one of positions, of which fewer come.
+    return not any(isinstance(one, Mapping) or getattr(one, "ndim", 0) > 1 for one in given)
 
 
 def _try(model: Any) -> Proof:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from interpose.edits.attention import knockout
 from interpose.edits.edit import Edit
-from interpose.errors import Unsupported
+from interpose.errors import Cancelled, Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.selection import Some
 from interpose.progress import Progress, ShowProgress
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.execution import PLANS, Task, run
-from interpose.sweeps.metrics import Metric, as_metric, label
+from interpose.sweeps.metrics import Metric, as_metric, kept_by, label
 from interpose.sweeps.places import Places
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.prompts import Batch, batches
@@ -81,9 +81,10 @@ def sweep(
         plan: ``wavefront``, ``batches`` or ``one per cell``, to insist; by default the cheapest that is proven.
         align: ``end`` pads the shorter text of a pair (over positions: of all) at the left; by default it is refused.
         prepend_bos: as in ``to_tokens``, for texts.
-        batch_size: how many examples run together, at most.
+        batch_size: how many examples run together, at most: of long texts as many as fit in memory.
         max_rows: how many rows, at most; by default as many as fit in memory. A place's examples stay together.
-        progress: True for a bar; or a function of how many rows are done of how many: False ends with `Cancelled`.
+        progress: True for a bar; or a function of how many rows are done of how many: False ends with `Cancelled`,
+            whose ``result`` has the places that are done, and NaN for the others.
     """
     task = _Sweep(
         model=model,
@@ -104,6 +105,7 @@ def sweep(
         clean,
         corrupt,
         size=_together(model, batch_size),
+        fit=task.fit,
         prepend_bos=prepend_bos,
         align=align,
         together=task.places.by_position,
@@ -166,13 +168,22 @@ class _Sweep:
         total = sum(len(part.numbers) for part in parts)
         tally = Tally()
         task = self._task(tower, cells, total, tally)
-        with Progress(progress, len(cells) * total) as advance:
-            found = [run(task, part, advance.step) for part in parts]
-        order = torch.tensor([number for part in parts for number in part.numbers]).argsort()
-        each, clean, corrupt, noise = (
-            torch.cat([getattr(one, name) for one in found], -1)[..., order]
-            for name in ("values", "clean", "corrupt", "noise")
-        )
+        found = []
+        with Progress(progress, len(cells) * total, keeps=True) as bar:
+            for part in parts:
+                found.append(run(task, part, functools.partial(_goes_on, bar)))
+                if bar.ended is not None:
+                    break
+        numbers = [number for part in parts[: len(found)] for number in part.numbers]
+
+        def of_all(name: str, missing: float = torch.nan) -> Tensor:
+            some = torch.cat([getattr(one, name) for one in found], -1)
+            whole = some.new_full((*some.shape[:-1], total), missing)
+            whole[..., numbers] = some
+            return whole
+
+        each, clean, corrupt = map(of_all, ("values", "clean", "corrupt"))
+        noise = of_all("noise", torch.inf)
         shape = (len(self.metrics), *(len(entries) for entries in axes.values()), total)
         shown, *own = (
             SweepResult(
@@ -194,7 +205,13 @@ class _Sweep:
             )
             for at, logits in enumerate(found[0].logits)
         )
-        return replace(shown, own=own[0]) if own else shown
+        return bar.whole(replace(shown, own=own[0]) if own else shown)
+
+    def fit(self, length: int) -> int:
+        """How many examples of a length fit in memory together."""
+        whole = kept_by(list(self.metrics.values())) is None
+        logits = length * (self.model.cfg.d_vocab or 0) if whole else 0
+        return Sizes.of(self.model).most_examples(length=length, logits=logits)
 
     def _tower(self) -> Tower:
         found = tower_of(self.model)
@@ -226,6 +243,16 @@ class _Sweep:
             return None
         row = parts[0].clean["input_ids"][0].tolist()
         return [self.model.to_single_str_token(token) for token in row]
+
+
+def _goes_on(bar: Progress, count: int) -> bool:
+    """Tell how many more rows are done; whether the sweep is to go on."""
+    try:
+        bar.step(count)
+    except Cancelled as error:
+        if error is not bar.ended:
+            raise
+    return bar.ended is None
 
 
 def _together(model: Any, size: int) -> int:

@@ -259,8 +259,6 @@ def test_what_cannot_be_is_refused() -> None:
         cache.decompose_resid(mode="everything")
     with pytest.raises(ValueError, match="must have one shape"):
         cache.logit_attrs(cache.decompose_resid(), tokens=torch.tensor([1, 2]), incorrect_tokens=3)
-    with pytest.raises(ValueError, match="not both"):
-        cache.stack_neuron_results(1, apply_ln=True, project_output_onto=torch.ones(4))
 
 
 def test_texts_and_positions_have_their_own_tokens() -> None:

@@ -100,7 +100,7 @@ def test_products_are_those_of_the_dense_matrix(given_: tuple, size: int, seed: 
     other = FactoredMatrix(right, random(size, 4, seed=seed + 1))
     product = matrix @ other
     torch.testing.assert_close(product.AB, dense @ other.AB)
-    assert product.mdim == min(matrix.mdim, size)
+    assert product.mdim == min(matrix.mdim, matrix.rdim, size)
     assert (matrix @ right).mdim == min(matrix.mdim, matrix.rdim)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.cli.demo import CLEAN, CORRUPT
-from interpose.dialects.transformer_lens import patching
+from interpose.dialects.transformer_lens import patching, utilities
+from interpose.results.bootstrap import bootstrap
 from tests.models import tiny
 
 BATCH, LENGTH, CHANGED = 3, 5, 2
@@ -439,7 +440,13 @@ def test_statistics_are_the_textbook_ones() -> None:
     null, real = large.permutation_pvalue().tolist()
     assert null > 0.05
     assert real == pytest.approx(1 / 1001)
+    theirs = utilities.bootstrap_ci(many, n_resamples=2000)
+    for one, other, ours in zip((low, high), theirs, bootstrap(many, resamples=2000), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, ours)
     low, high = large.bootstrap_ci(statistic="median")
+    for one, other in zip((low, high), utilities.bootstrap_ci(many, statistic="median")):
+        assert torch.equal(one, other)
     assert ((low < many.median(-1).values) & (many.median(-1).values < high)).all()
 
 

@@ -195,17 +195,15 @@ class ActivationCache(KeptValues):
             project_output_onto: as in `get_neuron_results`.
             mlp_input: what is taken apart is the stream between attention and MLP of ``layer``.
         """
-        if apply_ln and project_output_onto is not None:
-            raise ValueError(
-                "a norm needs whole vectors: apply_ln or project_output_onto, not both."
-            )
-        last = self._layer(layer, mlp_input)
-        parts = decomposition.neurons(self, last, neuron_slice, pos_slice, project_output_onto)
+        last, onto = self._layer(layer, mlp_input), project_output_onto
+        scale = None
+        if apply_ln and onto is not None:
+            onto, scale = decomposition.read_through_norm(self, onto, (last, mlp_input), pos_slice)
+        parts = decomposition.neurons(self, last, neuron_slice, pos_slice, onto)
         if incl_remainder:
-            rest = self._rest(parts, last, mlp_input, pos_slice, project_output_onto)
+            rest = self._rest(parts, last, mlp_input, pos_slice, onto)
             parts.append((rest, "remainder"))
-        onto = project_output_onto
-        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels, onto)
+        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels, onto, scale)
 
     def get_full_resid_decomposition(
         self,
@@ -229,10 +227,9 @@ class ActivationCache(KeptValues):
             project_output_onto: as in `get_neuron_results`.
         """
         last, onto = self._layer(layer, mlp_input), project_output_onto
+        scale = None
         if apply_ln and onto is not None:
-            raise ValueError(
-                "a norm needs whole vectors: apply_ln or project_output_onto, not both."
-            )
+            onto, scale = decomposition.read_through_norm(self, onto, (last, mlp_input), pos_slice)
 
         def project(parts: list[tuple[Tensor, str]]) -> list[tuple[Tensor, str]]:
             return parts if onto is None else [(value @ onto, label) for value, label in parts]
@@ -246,7 +243,7 @@ class ActivationCache(KeptValues):
             parts += project(outs)
         parts += project(decomposition.embeds(self, pos_slice))
         parts.append((self._rest(parts, last, mlp_input, pos_slice, onto), "bias"))
-        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels)
+        return self._stack(parts, last, mlp_input, apply_ln, pos_slice, return_labels, onto, scale)
 
     # Through the norm and the unembedding.
 
@@ -371,6 +368,7 @@ class ActivationCache(KeptValues):
         pos_slice: Any,
         return_labels: bool,
         onto: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Labelled:
         if parts:
             stack = torch.stack([value for value, _ in parts])
@@ -378,7 +376,9 @@ class ActivationCache(KeptValues):
             like = self._sliced(self["resid_pre", 0], pos_slice)
             like = like if onto is None else like @ onto
             stack = like.new_zeros((0, *like.shape))
-        if apply_ln:
+        if scale is not None:
+            stack = stack / scale
+        elif apply_ln and onto is None:
             stack = self.apply_ln_to_stack(
                 stack, last, mlp_input, pos_slice, has_batch_dim=self.has_batch_dim
             )

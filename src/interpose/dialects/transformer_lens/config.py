@@ -131,6 +131,17 @@ class HookedTransformerConfig:
     NTK_by_parts_high_freq_factor: float = 4.0
     NTK_by_parts_factor: float = 8.0
     NTK_original_ctx_len: int = 8192
+    uses_rms_norm: bool = False
+    layer_norm_folding: bool = False
+    rotary_base_local: float | None = None
+    rotary_scaling_factor: float = 1.0
+    use_yarn_rope: bool = False
+    yarn_factor: float = 1.0
+    yarn_attention_factor: float = 1.0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    norm_topk_prob: bool = False
 
     def __post_init__(self) -> None:
         self._fill_in()
@@ -153,10 +164,14 @@ class HookedTransformerConfig:
         if isinstance(self.dtype, str):
             self.dtype = getattr(torch, self.dtype.removeprefix("torch."))
         self.device = torch.device(get_device() if self.device is None else self.device)
+        self.n_params = self._parameters_of_blocks()
+
+    def _parameters_of_blocks(self) -> int:
+        """How many there are in the maps of all blocks, without biases and norms."""
         maps = 4 * self.d_head * self.n_heads
         if not self.attn_only and self.d_mlp is not None:
             maps += self.d_mlp * (3 if self.gated_mlp else 2)
-        self.n_params = self.n_layers * self.d_model * maps  # of blocks, without biases and norms
+        return self.n_layers * self.d_model * maps
 
     def _check(self) -> None:
         """Refuse what contradicts itself, and what cannot be built."""
@@ -187,6 +202,8 @@ class HookedTransformerConfig:
             "num_experts": "mixtures of experts",
             "load_in_4bit": "quantised weights",
             "tie_word_embeddings": "tied embeddings",
+            "use_yarn_rope": "positions turned as YaRN does",
+            "rotary_base_local": "positions turned otherwise in local layers",
         }
         for name, what in unsupported.items():
             if getattr(self, name):
@@ -266,6 +283,8 @@ class LoadedConfig(HookedTransformerConfig):
         self.attn_scale = known.d_head**0.5 if known.d_head else None  # type: ignore[assignment]
         self.use_normalization_before_and_after = {"ln1", "ln1_post"} <= norms
         self.attention_dir = "causal" if causal else "bidirectional"
+        if known.d_mlp is not None:
+            self.n_params = self._parameters_of_blocks()
         if "fold_ln" in getattr(model, "_processed", ()) and known.normalization_type:
             self.normalization_type = f"{known.normalization_type}Pre"
 

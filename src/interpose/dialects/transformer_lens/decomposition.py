@@ -143,6 +143,21 @@ def through_norm(
     return formula.through(stack, scale).to(stack.dtype)
 
 
+def read_through_norm(
+    cache: ActivationCache, onto: Tensor, at: tuple[int, bool], pos_slice: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What to project parts of the stream onto, and to divide by, for their products behind a norm with ``onto``."""
+    layer, mlp_input = at
+    name = "ln_final" if layer == cache._layers else f"blocks.{layer}.ln{2 if mlp_input else 1}"
+    formula = formula_at(cache.model, name)
+    if formula is None:
+        return onto, None
+    onto = torch.as_tensor(onto)
+    read = formula.before(onto) if onto.ndim == 1 else formula.before(onto.T).T
+    scale = cache._sliced(cache[f"{name}.hook_scale"], pos_slice)
+    return read.to(onto.dtype), scale[..., 0] if onto.ndim == 1 else scale
+
+
 def directions(model: TransformerModel, tokens: Any) -> Tensor:
     """The direction of the normed stream that a token's logit is read from, [..., d_model]."""
     if isinstance(tokens, str):

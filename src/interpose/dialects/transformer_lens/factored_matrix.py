@@ -92,6 +92,8 @@ class FactoredMatrix:
     def __matmul__(self, other: Tensor | FactoredMatrix) -> Any:
         if isinstance(other, FactoredMatrix):
             self._check_meets(self, other)
+            if self.rdim < min(self.mdim, other.mdim):
+                return FactoredMatrix(self.AB, other.AB)
             middle = self.B @ other.A
             if self.mdim > other.mdim:
                 return FactoredMatrix(self.A @ middle, other.B)

@@ -196,6 +196,7 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         kwargs |= zip(("return_type", "loss_per_token", "prepend_bos", "padding_side"), second)
         if "tokens" in kwargs:
             kwargs["input_ids"] = kwargs.pop("tokens")
+        kwargs.pop("shortformer_pos_embed", None)  # found from the positions
         past = kwargs.pop("past_kv_cache", None)
         if past is not None:
             return run_after(self, past, super().__call__, input, **kwargs)
@@ -249,6 +250,11 @@ class TransformerBridge(HookedTransformer):
     compatibility_mode = False
     _without_bos = WITHOUT_BOS
     _masked_is_infinite = False
+
+    @property
+    def original_model(self) -> nn.Module:
+        """The model of transformers."""
+        return self.module
 
     @classmethod
     def boot_transformers(

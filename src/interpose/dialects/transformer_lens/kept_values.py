@@ -47,6 +47,8 @@ class KeptValues(Mapping[str, Tensor]):
         return "hook_pos_embed" in self
 
     def __getitem__(self, key: Any) -> Tensor:
+        if isinstance(key, tuple) and key[2:] == (None,):
+            key = key[:2]
         if isinstance(key, str) and key not in self._cache:
             named = get_act_name(key)  # "k6" is layer 6's keys
             key = named if named in self._cache else key

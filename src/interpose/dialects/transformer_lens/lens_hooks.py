@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from interpose.dialects.transformer_lens import masked_scores
 from interpose.dialects.transformer_lens.activation_cache import ActivationCache
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.lent_hooks import Block, LentHook
 from interpose.dialects.transformer_lens.utilities.slices import Slice
+from interpose.engine.hooks import as_hook, caller_of, checked_direction
 from interpose.engine.points import Handle, HookPoint
 from interpose.models.transformer import TransformerModel
 
@@ -35,13 +37,17 @@ class LensHooks(TransformerModel):
         return len(self._blocks)
 
     @property
-    def _blocks(self) -> list[list[Handle]]:
-        """For each block around this line, what `add_hook` added in it."""
+    def _blocks(self) -> list[Block]:
+        """The blocks around this line."""
         here = vars(self).setdefault("_here", threading.local())
         if not hasattr(here, "blocks"):
             here.blocks = []
-        found: list[list[Handle]] = here.blocks
+        found: list[Block] = here.blocks
         return found
+
+    def handles_here(self) -> list[Handle]:
+        """The hooks that a hook point lists: the model's own, and those of the blocks around this line."""
+        return [*self._handles, *(each for block in self._blocks for each in block.heard())]
 
     # Hooks that stay.
 
@@ -77,7 +83,7 @@ class LensHooks(TransformerModel):
         function = self._as_heard(chosen, function, dir)
         handle = super().add_hook(chosen, function, dir, is_permanent, level, prepend)
         if ends_here and self._blocks:
-            self._blocks[-1].append(handle)
+            self._blocks[-1].added.append(handle)
         return handle
 
     def _ask(
@@ -170,21 +176,24 @@ class LensHooks(TransformerModel):
             clear_contexts: also empty ``hook.ctx`` of all sites at the end.
             hooks: edits and other hooks of interpose.
         """
+        fwd_hooks, bwd_hooks = list(fwd_hooks), list(bwd_hooks)
         forward, backward = self._pairs(fwd_hooks, "fwd"), self._pairs(bwd_hooks, "bwd")
-        added: list[Handle] = []
-        self._blocks.append(added)
+        block = Block()
+        self._blocks.append(block)
         try:
             if reset_hooks_end:
-                with super().hooks(hooks, fwd_hooks=forward, bwd_hooks=backward):
+                block.lent += self._lent("fwd", fwd_hooks, forward)
+                block.lent += self._lent("bwd", bwd_hooks, backward)
+                with super().hooks([*hooks, *(each.hook for each in block.lent)]):
                     yield self
             else:
                 self._stay(forward, backward)
-                added.clear()
+                block.added.clear()
                 yield self
         finally:
             self._blocks.pop()
             if reset_hooks_end:
-                for handle in added:
+                for handle in block.added:
                     handle.remove()
             if clear_contexts:
                 self.clear_contexts()
@@ -250,6 +259,8 @@ class LensHooks(TransformerModel):
             wanted: Any = self._everything()
         else:
             wanted = self._filter(names_filter)
+        if callable(wanted) and kwargs.get("stop_at_layer") is not None:
+            wanted = self._before(kwargs["stop_at_layer"], wanted)
         if kwargs.get("past_kv_cache") is not None:
             kwargs.setdefault("stop", False)  # every layer adds to it
         output, cache = super().run_with_cache(
@@ -327,6 +338,11 @@ class LensHooks(TransformerModel):
         ends, sites = self.cfg.flagged, self.tree.table.sites
         return lambda name: sites[name].primary or name.endswith(ends or ("\0",))
 
+    def _before(self, layer: int, wanted: Callable[[str], bool]) -> Callable[[str], bool]:
+        """A filter without the stream with which a run ends that stops at a layer."""
+        last = f"blocks.{layer % len(self.blocks) if layer < 0 else layer}.hook_resid_pre"
+        return lambda name: name != last and wanted(name)
+
     def _filter(self, wanted: Any) -> Any:
         """A filter of a user's, in a form that names resolve from.
 
@@ -347,6 +363,17 @@ class LensHooks(TransformerModel):
             self._ask(name, function, dir)
         chosen = [(self._filter(name), function) for name, function in listed]
         return [(name, self._as_heard(name, function, dir)) for name, function in chosen]
+
+    def _lent(
+        self, dir: str, given: Sequence[HookPair], heard: Sequence[HookPair]
+    ) -> list[LentHook]:
+        """Pairs as hooks of a block."""
+        found = []
+        for (_, function), (name, called) in zip(given, heard):
+            at = frozenset(site.canonical for site, _ in self.tree.select(name))
+            hook = as_hook((name, called), checked_direction(dir))
+            found.append(LentHook(hook, function, dir, at, self.context_level))
+        return found
 
     def _as_heard(self, wanted: Any, function: Any, dir: str) -> Any:
         """A function as it is called: with masked scores as TransformerLens shows them, gradients out of tuples."""
@@ -374,10 +401,11 @@ class LensHooks(TransformerModel):
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backward hook may return its gradient in a tuple, as torch's own do."""
+    call = caller_of(function, forward=False)
 
     @functools.wraps(function)
     def unwrapped(value: Tensor, hook: HookPoint) -> Any:
-        made = function(value, hook=hook)
+        made = call(value, hook)
         return made[0] if isinstance(made, tuple) else made
 
     return unwrapped
@@ -385,6 +413,7 @@ def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unbatched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function with the value of the only text, and put the batch axis back."""
+    call = caller_of(function)
 
     @functools.wraps(function)
     def without_batch(value: Tensor, hook: HookPoint) -> Any:
@@ -392,7 +421,7 @@ def _unbatched(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"remove_batch_dim needs a batch of 1; {hook.name!r} is {tuple(value.shape)}."
             )
-        made = function(value[0], hook=hook)
+        made = call(value[0], hook)
         return made if made is None else made[None]
 
     return without_batch

@@ -145,6 +145,29 @@ class LensText(FromScratch):
         )
         return made if move_to_device else made.cpu()
 
+    def to_str_tokens(
+        self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None
+    ) -> list[str] | list[list[str]]:
+        """Each token as a string; ``padding_side`` is accepted, for texts are shown without padding."""
+        del padding_side
+        return super().to_str_tokens(input, prepend_bos)
+
+    def to_single_str_token(self, int_token: int) -> str:
+        """One token as a string."""
+        return super().to_single_str_token(int_token)
+
+    def get_token_position(
+        self,
+        single_token: str | int,
+        input: Any,
+        mode: str = "first",
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+    ) -> int:
+        """Where a token is in one text; ``padding_side`` is accepted, for one text has no padding."""
+        del padding_side
+        return super().get_token_position(single_token, input, mode, prepend_bos)
+
     def to_sentence_pair_tokens(self, first: str, second: str) -> dict[str, Tensor]:
         """What an encoder such as BERT takes for two sentences: ids, mask and which sentence each token is of."""
         pair = self._tokenizer()(first, second, return_tensors="pt")
@@ -162,7 +185,8 @@ class LensText(FromScratch):
         """Generate text with transformers' own ``generate``; hooks in scope fire at every step.
 
         Args:
-            input: a text, a list of texts, or tokens.
+            input: a text, a list of texts, tokens, or embeddings [batch, pos, d_model]; these come back with those of
+                new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``.
             max_new_tokens: how many.
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
                 ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
@@ -172,6 +196,15 @@ class LensText(FromScratch):
         options = options_for(options)
         if "stop_strings" in options:
             options.setdefault("tokenizer", self._tokenizer())
+        if isinstance(input, Tensor) and input.is_floating_point():
+            kind = options.pop("return_type", "embeds")
+            given = {"inputs_embeds": input.to(self.device)}
+            new = super().generate(
+                given, max_new_tokens=max_new_tokens, return_type="tokens", **options
+            )
+            if kind in ("tokens", "str"):
+                return new if kind == "tokens" else self.to_string(new)
+            return torch.cat([given["inputs_embeds"], self.embed(new)], dim=1)
         return super().generate(input, max_new_tokens=max_new_tokens, **options)
 
     def hf_generate(self, input: Any, **options: Any) -> Any:
@@ -179,18 +212,22 @@ class LensText(FromScratch):
         return super().generate(input, **options)
 
     def generate_stream(
-        self, input: Any, max_new_tokens: int = 10, max_tokens_per_yield: int = 5, **options: Any
+        self, input: Any, max_new_tokens: int = 10, max_tokens_per_yield: int = 25, **options: Any
     ) -> Iterator[Any]:
-        """Generate some tokens at a time, and yield each part as text, or as tokens if tokens were given."""
-        text = is_text(input)
-        tokens = self.to_tokens(input) if text else self._tokens(input)
-        options.setdefault("return_type", "tokens")
+        """Generate some tokens at a time, and yield each part as tokens [batch, pos].
+
+        The first part has the prompt before it and ``max_tokens_per_yield - 1`` new tokens.
+        """
+        prepend_bos = options.pop("prepend_bos", None)
+        tokens = self.to_tokens(input, prepend_bos) if is_text(input) else self._tokens(input)
+        options["return_type"] = "tokens"
+        begun, count = False, max(max_tokens_per_yield - 1, 1)
         while max_new_tokens > 0:
-            count = min(max_tokens_per_yield, max_new_tokens)
+            count = min(count if not begun else max_tokens_per_yield, max_new_tokens)
             longer = self.generate(tokens, count, **options)
             new = longer[:, tokens.shape[1] :]
-            plain = text and len(new) == 1
-            yield self._tokenizer().decode(new[0], skip_special_tokens=True) if plain else new
+            yield new if begun else longer
+            begun = True
             if new.shape[1] < count or bool((new == self._end_token()).any(1).all()):
                 return
             tokens, max_new_tokens = longer, max_new_tokens - count

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.engine.hooks import caller_of
 from interpose.engine.points import HookPoint
 
 
@@ -19,14 +20,15 @@ def shown(scores: Tensor) -> Tensor:
 
 def showing(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that sees masked scores as minus infinity. What it leaves so stays a number: no row becomes NaN."""
+    call = caller_of(function)
 
     @functools.wraps(function)
     def with_infinities(value: Tensor, hook: HookPoint) -> Any:
         if not hook.canonical.endswith("hook_attn_scores"):
-            return function(value, hook=hook)
+            return call(value, hook)
         given = shown(value)
         before = None if given.is_inference() else given._version
-        made = function(given, hook=hook)
+        made = call(given, hook)
         if made is None and before is not None and given._version == before:
             return None
         made = given if made is None else made

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import SiteNotFound
+from interpose.results.bootstrap import bootstrap
 from interpose.sweeps.variants import Variant, VariantRuns
 
 Cell = tuple[int, ...]
@@ -236,12 +237,15 @@ class PatchingResult:
         if statistic not in ("mean", "median"):
             raise ValueError(f"statistic is 'mean' or 'median'; got {statistic!r}")
         values = self.effect() if of_effect else self.values
-        count = values.shape[-1]
-        draws = torch.randint(0, count, (n_resamples, count), generator=_generator(seed))
-        taken = (values[..., row] for row in draws.to(values.device))
-        middle = (row.mean(-1) if statistic == "mean" else _quantile(row, 0.5) for row in taken)
-        found = torch.stack(list(middle), -1)
-        return _quantile(found, (1 - confidence) / 2), _quantile(found, (1 + confidence) / 2)
+        low, high = bootstrap(
+            values,
+            confidence=confidence,
+            resamples=n_resamples,
+            seed=seed,
+            statistic=statistic,
+            fewest=1,
+        )
+        return low.to(values.device), high.to(values.device)
 
     def permutation_pvalue(
         self, *, n_permutations: int = 1000, seed: int = 0, alternative: str = "two-sided"
@@ -313,15 +317,6 @@ class PatchingResult:
 
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
-
-
-def _quantile(values: Tensor, share: float) -> Tensor:
-    """A quantile of the last axis, between neighbours where it falls there; torch's own has a size limit."""
-    ordered = values.sort(-1).values
-    place = share * (ordered.shape[-1] - 1)
-    low = int(place)
-    high = min(low + 1, ordered.shape[-1] - 1)
-    return torch.lerp(ordered[..., low], ordered[..., high], place - low)
 
 
 def must_fit(name: str, clean: Tensor, value: Tensor) -> None:

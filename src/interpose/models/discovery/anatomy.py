@@ -124,6 +124,8 @@ class Block:
     """Whether values with batch and positions in one axis have row after row in it."""
     sums: list[tuple[str, list[str], str]] = field(default_factory=list)
     """Additions that hold: the stream before, what is added, the stream after."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """What the stream is multiplied with when something is added, by what is added, where that is not 1."""
     weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     """Weights by name (``attn.W_Q``), of a model that has them in this form; else they are seen through its modules."""
 
@@ -172,5 +174,5 @@ class Anatomy:
         blocks = [block for tower in self.towers for block in tower.blocks]
         places = [place for block in blocks for place in block.sites.values()]
         return any(isinstance(place.lens, Times) for place in places) or not all(
-            block.sums for block in blocks
+            block.sums and not block.kept for block in blocks
         )

@@ -212,6 +212,7 @@ class BlockReader:
             total = f"hook_{after}" if step.norm is None else self._sum_before(step.norm)
             if added and step.keep == 1:
                 block.sums.append((before, added, total))
+            block.kept |= {} if step.keep == 1 else dict.fromkeys(added, step.keep)
             before, time, now = f"hook_{after}", step.after.time, step.after.value
         if len(steps) == 1 and "resid_mid" not in block.sites:
             block.absent["resid_mid"] = (

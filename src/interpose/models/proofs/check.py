@@ -23,6 +23,9 @@ from interpose.models.proofs.rows import prove_rows
 from interpose.models.reach.lenses import Swapped
 from interpose.models.running.trial import first_tensor, trial
 from interpose.models.selection import Some, entries, listed
+from interpose.models.stream.branch import Branch, branches_of
+from interpose.models.stream.whole import multipliers
+from interpose.precision import wide
 from interpose.sites.tree import Site
 
 if TYPE_CHECKING:
@@ -153,8 +156,8 @@ class Check:
 
     def distance(self, a: Tensor, b: Tensor) -> float:
         """How far two outputs are apart, in units of the first's size."""
-        scale = a.float().abs().max().clamp_min(1e-12)
-        return float((a.float() - b.float()).abs().max() / scale)
+        scale = wide(a).abs().max().clamp_min(1e-12)
+        return float((wide(a) - wide(b)).abs().max() / scale)
 
     def _tolerance(self) -> float:
         assert self.bare is not None
@@ -231,6 +234,7 @@ class Check:
     # Sums.
 
     def _sums(self) -> None:
+        told = multipliers(self.model).branches
         for tower in self.model.anatomy.towers:
             for block in tower.blocks:
                 prefix = f"{tower.prefix}blocks.{block.index}."
@@ -243,9 +247,8 @@ class Check:
                     self._sum(names)
                     if "resid_mid" in before:
                         self._sum(names, edited=names[0])
-                name = f"{prefix}attn.hook_result"
-                if name in self.clean and len(self.clean.calls(name)) == 1:
-                    self._heads(name, f"{prefix}attn.hook_out")
+                for branch in branches_of(self.model, tower.prefix, block, told).values():
+                    self._branch(branch)
                 self._own_ways(f"{prefix}attn.")
                 self._experts(f"{prefix}mlp.hook_expert_out", f"{prefix}mlp.hook_experts_out")
 
@@ -261,7 +264,7 @@ class Check:
             for site, found in zip(sites, (cache.calls(name) for name in names))
         ]  # a module's own value lies as it lies
         for *parts, total in zip(*calls) if len({len(c) for c in calls}) == 1 else ():
-            together = torch.stack([part.reshape(total.shape).float() for part in (*parts, total)])
+            together = torch.stack([wide(part.reshape(total.shape)) for part in (*parts, total)])
             error = together[:-1].sum(0) - together[-1]
             distance = max(distance, float((error.abs() / (together.abs().amax(0) + 1e-6)).max()))
         promise = "sums" if edited is None else "an edit reaches the skip path"
@@ -269,13 +272,25 @@ class Check:
         for site in names[1:-1] if edited is None else [edited]:
             self.note(promise, site, distance <= 16 * eps, about)
 
-    def _heads(self, result: str, out: str) -> None:
-        site = self.model.tree.site(out)
-        bias = getattr(site.module, "bias", getattr(site.module, "b_O", None))
-        total = self.clean[result].float().sum(-2) + (0 if bias is None else bias.float())
-        distance = self.distance(self.clean[out], total)
-        about = f"heads and bias = {out} to {distance:.0e}"
-        self.note("sums", result, distance <= self._tolerance(), about)
+    def _branch(self, branch: Branch) -> None:
+        """Heads and a bias are what is projected; and through a norm and a multiplier, what is added to the stream."""
+        at = branch.units.removesuffix("hook_z")
+        result, out = f"{at}hook_result", f"{at}hook_out"
+        if self._seen_once([result, out]):
+            total = wide(self.clean[result]).sum(-2) + wide(branch.bias)
+            distance = self.distance(self.clean[out], total)
+            about = f"heads and bias = {out} to {distance:.0e}"
+            self.note("sums", result, distance <= self._tolerance(), about)
+        if not branch.why_not and self._seen_once([branch.site, *branch.sites]):
+            distance = self.distance(self.clean[branch.site], branch.whole(self.clean))
+            units, norm = ("neurons" if branch.kind == "mlp" else "heads"), branch.norm or "no norm"
+            about = f"{units} and bias, {norm}, times {branch.multiplier:.4g} = {branch.site} to {distance:.0e}"
+            # Some norms compute in float32 whatever they are given.
+            passed = distance <= max(self._tolerance(), 64 * torch.finfo(torch.float32).eps)
+            self.note("parts of a branch add up to it", "", passed, about)
+
+    def _seen_once(self, names: Sequence[str]) -> bool:
+        return all(name in self.clean and len(self.clean.calls(name)) == 1 for name in names)
 
     def _own_ways(self, at: str) -> None:
         """An edited query reaches the kernel as a query and not as a key; a value as neither."""
@@ -304,7 +319,7 @@ class Check:
 
     def _experts(self, each: str, together: str) -> None:
         if each in self.clean and together in self.clean:
-            total = self.clean[each].float().sum(-2)
+            total = wide(self.clean[each]).sum(-2)
             distance = self.distance(self.clean[together], total)
             about = f"experts = {together} to {distance:.0e}"
             self.note("sums", each, distance <= self._tolerance(), about)

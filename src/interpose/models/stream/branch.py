@@ -41,6 +41,7 @@ class Branch:
         step: which of the block's additions it belongs to; those of one step (parallel blocks) read the same stream.
         norm: the norm that its output goes through before it is added, such as ``blocks.3.ln1_post``; or None.
         multiplier: the number it is multiplied with before it is added.
+        keeps: the number that the stream before is multiplied with when it is added; 1 in most models.
         writes: both, as one formula.
         units: where its heads or neurons are seen, such as ``blocks.3.attn.hook_z``; empty if it has none.
         why_not: why it cannot be taken apart into heads or neurons, if so.
@@ -52,6 +53,7 @@ class Branch:
     step: int
     norm: str | None
     multiplier: float
+    keeps: float
     writes: Formula
     units: str
     why_not: str = ""
@@ -92,6 +94,17 @@ class Branch:
         """
         values, _, scale = self._seen(cache)
         return self.writes.through(wide(self.bias).to(values.device), scale) + self.writes.summand
+
+    def whole(self, cache: Mapping[str, Any]) -> Tensor:
+        """All of it, as it follows from its heads or neurons: what is at `site`, [..., d_model].
+
+        Args:
+            cache: has `sites`.
+        """
+        values, weight, scale = self._seen(cache)
+        bias = wide(self.bias).to(values.device)
+        made = torch.einsum("...ui,uim->...m", values, weight) + bias
+        return self.writes.through(made, scale) + self.writes.summand
 
     def along(self, cache: Mapping[str, Any], direction: Tensor) -> tuple[Tensor, Tensor]:
         """The same along a direction, without ever making the vectors: of each unit [..., unit], and of the rest.
@@ -165,6 +178,7 @@ def branches_of(
             step=steps.get(name, len(found)),
             norm=norm if through else None,
             multiplier=times,
+            keeps=block.kept.get(name, 1.0),
             writes=writes.times(times),
             units=f"{at}{units}" if f"{at}{units}" in table.sites else "",
             why_not=why_not,

@@ -23,7 +23,7 @@ from interpose.precision import wide
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
 
-_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """What configs call a soft cap: a large one hardly bends small logits, so that these alone may not show it."""
 _ENDS = ("hook_embed", "hook_pos_embed", "blocks.0.hook_resid_pre", "ln_final.hook_normalized")
 _NO_SUM = "it is not what its heads or neurons write and a bias, normed or times a number"
@@ -149,11 +149,18 @@ class Stream:
 
     def must_add_up(self) -> None:
         """Refuse a model whose stream is not the sum of what is added to it."""
+        label = self._model.tree.label
         for block in self._tower.blocks:
             if any(not whole.startswith("hook_") for _, _, whole in block.sums):
                 raise Unsupported(
-                    f"{self._model.tree.label} norms the stream itself in every block, so that what was added before "
-                    "is no longer a part of it. resid_pre and resid_post show the stream layer by layer."
+                    f"{label} norms the stream itself in every block, so that what was added before is no longer a "
+                    "part of it. resid_pre and resid_post show the stream layer by layer."
+                )
+            if block.kept:
+                number = next(iter(block.kept.values()))
+                raise Unsupported(
+                    f"{label} multiplies the stream itself in {block.path} (with {number:.4g}), so that what was added "
+                    "before is a part of it no more as it was. resid_pre and resid_post show the stream layer by layer."
                 )
 
     def __repr__(self) -> str:
@@ -199,7 +206,7 @@ def _multiplier(branch: Branch, block: Block, seen: Mapping[str, Tensor]) -> flo
     if branch.why_not or not {branch.site, *branch.sites} <= seen.keys():
         return said
     try:
-        made = branch.parts(seen).sum(-2) + branch.rest(seen)
+        made = branch.whole(seen)
     except Unsupported as error:
         return str(error)
     added = seen[branch.site]
@@ -211,7 +218,7 @@ def _at_the_ends(found: Multipliers, seen: Mapping[str, Tensor], last: str) -> N
     """The numbers for embeddings, and for what is unembedded."""
     first = seen.get("blocks.0.hook_resid_pre")
     embeds = [seen[name] for name in ("hook_embed", "hook_pos_embed") if name in seen]
-    if embeds and first is not None:
+    if embeds and first is not None and all(e.shape[-2:] == first.shape[-2:] for e in embeds):
         found.embeddings = ratio(first, sum(embeds, torch.zeros_like(first)))
     normed = seen.get("ln_final.hook_normalized", seen.get(last))
     if "unembed.hook_in" in seen and normed is not None:

@@ -79,11 +79,18 @@ class Part:
             return _part(self._model, full)
         if "hook_" in name and self._model.tree.leads_somewhere(full):
             return self._model.hook_dict[full]  # another system's name for a site
+        if any(self._model.tree.leads_somewhere(f"{full}.hook_{end}") for end in ("in", "out")):
+            return _part(self._model, full)  # another system's name for a part
         raise AttributeError(self._why_not(name, full))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module behind this part: ``model.unembed(model.ln_final(stream))``."""
         return self.module(*args, **kwargs)
+
+    @property
+    def name(self) -> str:
+        """Where it is in the model: ``blocks.3.attn``."""
+        return self._path
 
     @property
     def module(self) -> nn.Module:
@@ -231,6 +238,11 @@ class Parts(Sequence[Part]):
         self._indices = (
             range(model.tree.blocks(path.removesuffix("blocks"))) if indices is None else indices
         )
+
+    def __getattr__(self, name: str) -> Part:
+        if name.isdigit():  # as in a path: getattr(model.blocks, "0")
+            return self[int(name)]
+        raise AttributeError(f"{self._path!r} is a list of blocks and has no {name!r}.")
 
     @overload
     def __getitem__(self, index: int) -> Part: ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.utilities.initialisation import fans
 
 
 @torch.no_grad()
@@ -46,10 +47,3 @@ def _fill(
         weight.uniform_(-bound, bound, generator=generator)
     else:
         weight.normal_(std=spread, generator=generator)
-
-
-def fans(weight: Tensor) -> tuple[int, int]:
-    """How many features a weight takes and gives: [in, out], or [head, in, out] for all heads together."""
-    if weight.ndim == 3:
-        return weight.shape[1], weight.shape[0] * weight.shape[2]
-    return weight.shape[0], weight.shape[-1]

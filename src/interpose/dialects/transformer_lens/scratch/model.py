@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
@@ -16,6 +16,9 @@ from interpose.dialects.transformer_lens.scratch.points import Point
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.dialects.transformer_lens.scratch.wiring import PointTable, anatomy_of
 from interpose.engine.model import Model
+from interpose.files.beside import must_stay
+from interpose.files.reading import read_json, read_tensors
+from interpose.files.schema import NULL, OneOf, Place, record_of
 from interpose.files.writing import replacing, write_whole
 from interpose.models import loading
 from interpose.models.discovery.anatomy import Anatomy
@@ -102,13 +105,34 @@ def saved(name: str) -> bool:
     return (Path(name).expanduser() / CONFIG).is_file()
 
 
+_DTYPES = ("torch.float32", "torch.float64", "torch.float16", "torch.bfloat16")
+
+
+def _least(cfg: HookedTransformerConfig) -> int:
+    """How many weights a model has at least; checked before any is made, for a config may say anything."""
+    return cfg.n_layers * cfg.d_model * cfg.d_head * cfg.n_heads + cfg.d_model * cfg.d_vocab
+
+
 def read(name: str, device: Any = None, dtype: torch.dtype | str | None = None) -> Transformer:
     """The module in a folder."""
     folder = Path(name).expanduser()
-    shown = json.loads((folder / CONFIG).read_text())
-    cfg = HookedTransformerConfig.from_dict({**shown, "device": device, "init_weights": False})
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        must_stay(file)
+    kind = record_of(HookedTransformerConfig, device=NULL, dtype=OneOf(*_DTYPES))
+    shown = read_json(folder / CONFIG, kind)
+    weights, _ = read_tensors(folder / WEIGHTS)
+    place = Place(repr(str(folder / CONFIG)))
+    try:
+        cfg = HookedTransformerConfig.from_dict({**shown, "device": device, "init_weights": False})
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise place.says(f"makes no model: {error}") from error
+    if _least(cfg) > 4 * sum(value.numel() for value in weights.values()) + 2**20:
+        raise place.says("is of a model that is far larger than the weights beside it.")
     module = Transformer(cfg)
-    cfg.init_weights = shown["init_weights"]
-    module.load_state_dict(load_file(folder / WEIGHTS))
+    cfg.init_weights = shown.get("init_weights", True)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise place.says(f"is of a model with other weights than lie beside it: {error}") from None
     wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     return module.to(device=cfg.device, dtype=wanted)

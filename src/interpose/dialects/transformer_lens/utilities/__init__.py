@@ -30,6 +30,12 @@ from interpose.dialects.transformer_lens.utilities.devices import (
     print_gpu_mem,
     sort_devices_based_on_available_memory,
 )
+from interpose.dialects.transformer_lens.utilities.initialisation import (
+    init_kaiming_normal_,
+    init_kaiming_uniform_,
+    init_xavier_normal_,
+    init_xavier_uniform_,
+)
 from interpose.dialects.transformer_lens.utilities.losses import (
     lm_accuracy,
     lm_cross_entropy_loss,
@@ -105,6 +111,10 @@ __all__ = [
     "get_nested_attr",
     "get_offset_position_ids",
     "get_tokens_with_bos_removed",
+    "init_kaiming_normal_",
+    "init_kaiming_uniform_",
+    "init_xavier_normal_",
+    "init_xavier_uniform_",
     "is_library_available",
     "is_lower_triangular",
     "is_square",

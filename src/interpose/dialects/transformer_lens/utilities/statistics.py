@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from interpose.results.bootstrap import bootstrap
+
 _STATISTICS = ("mean", "median")
 _ALTERNATIVES = ("two-sided", "greater", "less")
 _AT_ONCE = 256
@@ -50,8 +52,8 @@ def bootstrap_ci(
         statistic: ``mean`` or ``median``.
         confidence: how much of the resampled statistics lies inside.
         n_resamples: how often to draw as many samples as there are, with replacement.
-        generator: of random numbers, on the CPU; by default one with a fixed seed.
-        chunk_size: how many draws to hold in memory at once.
+        generator: of random numbers, on the CPU; by default one with the seed 0.
+        chunk_size: means nothing here: as many draws are held as fit in little memory.
     """
     _one_of("statistic", statistic, _STATISTICS)
     _check_confidence(confidence)
@@ -59,19 +61,15 @@ def bootstrap_ci(
         raise ValueError(
             f"n_resamples and chunk_size are 1 or more; got {n_resamples} and {chunk_size}"
         )
-    samples = _samples(x, dim, least=1)
-    count = samples.shape[-1]
-    generator = generator or derive_generator(0)
-    found = []
-    for done in range(0, n_resamples, chunk_size):
-        shape = (min(chunk_size, n_resamples - done), count)
-        drawn = samples[..., _integers(count, shape, generator).to(samples.device)]
-        found.append(drawn.mean(-1) if statistic == "mean" else drawn.median(-1).values)
-    values = torch.cat(found, -1)
-    values = values if values.dtype == torch.float64 else values.float()
-    outside = (1 - confidence) / 2
-    low, high = (torch.quantile(values, share, dim=-1) for share in (outside, 1 - outside))
-    return low.to(x.dtype), high.to(x.dtype)
+    low, high = bootstrap(
+        _samples(x, dim, least=1),
+        confidence=confidence,
+        resamples=n_resamples,
+        seed=0 if generator is None else generator,
+        statistic=statistic,
+        fewest=1,
+    )
+    return low.to(x.device), high.to(x.device)
 
 
 def sign_flip_permutation_pvalue(
