@@ -196,6 +196,18 @@ def test_branches_of_one_step_read_the_same_stream() -> None:
     assert steps == {"gpt2": [0, 1, 0, 1], "gptj": [0, 0, 0, 0]}
     kinds = [branch.kind for branch in built("jamba").stream.branches]
     assert {"attn", "mixer", "mlp"} == set(kinds)
+    model = built("gptj")
+    assert len(model.stream) == 2
+    branch = model.stream.branch(1, "attn")
+    assert torch.equal(branch.named("W_K"), model.blocks[1].attn.W_K)
+    with pytest.raises(ip.Unsupported, match=r"no W_gate belongs to blocks\.1\.hook_attn_out"):
+        branch.named("W_gate")
+    with pytest.raises(
+        ip.Unsupported, match="adds no 'mixer' to the stream; it adds 'attn', 'mlp'"
+    ):
+        model.stream.branch(1, "mixer")
+    with pytest.raises(IndexError, match="there is no block 2: the model has 2"):
+        model.stream.branch(2, "attn")
 
 
 NORMS: dict[str, tuple[str, Any, bool]] = {

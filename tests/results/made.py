@@ -98,7 +98,7 @@ MADE: dict[str, Callable[[], ip.Result]] = {
         {"lead": LEAD, "rank": ip.metrics.rank(" Paris")},
         **QUIET,
     ),
-    "Report": lambda: ip.wrap(tiny.build("gpt2")).check(layer=0),
+    "Report": lambda: ip.wrap(tiny.build("gpt2", layers=1)).check(layer=0),
     "Circuit": lambda: edges().circuit(edges=12),
     "EdgeScores": edges,
     "Faithfulness": lambda: ip.faithfulness(

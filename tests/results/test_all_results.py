@@ -7,9 +7,11 @@ import dataclasses
 import html
 import io
 import json
+import random
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -313,6 +315,53 @@ def test_old_sweeps_mean_what_they_meant() -> None:
     assert isinstance(fourth.own, ip.SweepResult)
     written = json.loads((OLD / "sweep-2-16-bits.json").read_text())["noise"]
     assert fourth.noise.tolist() == written
+
+
+def fields(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every part of some data; of a list to its first few."""
+    yield path
+    if isinstance(data, (dict, list)):
+        for key in list(data) if isinstance(data, dict) else range(min(len(data), 3)):
+            yield from fields(data[key], (*path, key))
+
+
+def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The data with another value in one place."""
+    if not path:
+        return value
+    kept = data.copy()
+    kept[path[0]] = changed(data[path[0]], path[1:], value)
+    return kept
+
+
+@pytest.mark.parametrize("name", ["SweepResult", "LogitLens", "Circuit", "MaxActivating"])
+def test_a_file_with_anything_changed_loads_or_is_refused_in_a_sentence(
+    name: str, tmp_path: Path
+) -> None:
+    data, path = json.loads(json.dumps(made(name).to_dict())), tmp_path / "x.json"
+    draw = random.Random(0)
+    odd: list[Any] = [
+        None,
+        -1,
+        2**70,
+        1e300,
+        "x",
+        [],
+        {},
+        {"tensor": "0"},
+        {"number": "z"},
+        {"tuple": 3},
+    ]
+    odd += [{"tensor": [1], "dtype": "nn", "shape": [1]}, {"pairs": [[[1], 2]]}]
+    places, refused = list(fields(data)), list[str]()
+    for _ in range(80):
+        path.write_text(json.dumps(changed(data, draw.choice(places), draw.choice(odd))))
+        try:
+            ip.load_result(path)
+        except ip.FileError as error:
+            refused.append(str(error))
+    assert len(refused) > 40
+    assert all(len(said) > 20 for said in refused)
 
 
 def test_what_is_no_result_is_refused_in_a_sentence(tmp_path: Path) -> None:

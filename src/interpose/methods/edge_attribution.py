@@ -306,7 +306,7 @@ def _contract(
             [len(wires.graph.readers) - 1],
         )
         for layer in wires.layers:
-            heads, mlp = _pulled(wires, layer, values, grads, steps, some)
+            heads, mlp = _pulled(layer, values, grads, steps, some)
             into = slice(layer.row, layer.row + len(heads))
             total[: layer.first, into] += written[: layer.first] @ heads.flatten(1).T
             if mlp is not None:
@@ -331,7 +331,6 @@ def _written(
 
 
 def _pulled(
-    wires: Wiring,
     layer: Layer,
     values: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
@@ -339,14 +338,15 @@ def _pulled(
     some: slice,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients at the stream of a layer's queries, keys and values [reader, token, d_model], and of its MLP."""
-    attn, stream = wires.model.blocks[layer.number].attn, layer.site("hook_attn_in")
+    stream = layer.site("hook_attn_in")
     whole = _rows(grads[stream], steps, some)  # [step, token, d_model]
     count = layer.heads + 2 * layer.shared
     made = whole.new_empty(count + layer.shares_norm, *whole.shape)
     scale = whole.new_ones(())
     if layer.norm:
         scale = _rows(values[layer.site("ln1.hook_scale")], steps, some)  # [step, token, 1]
-    for (role, into), weight in zip(layer.rows.items(), (attn.W_Q, attn.W_K, attn.W_V)):
+    for role, into in layer.rows.items():
+        weight = layer.branch.named(f"W_{role.upper()}")
         grad = _rows(grads[layer.site(f"attn.hook_{role}")], steps, some) / scale[..., None]
         rows = made[into.start - layer.row : into.stop - layer.row].flatten(1, 2)
         weight = weight[

@@ -232,13 +232,13 @@ def wiring(model: Any) -> Wiring:
         added.setdefault(branch.layer, {})[branch.kind] = branch
     layers: list[Layer] = []
     writers, readers, reach = ["input"], list[str](), list[int]()
-    for number in range(len(model.blocks)):
+    for number in range(len(stream)):
         at = f"blocks.{number}."
         norm = stream.norm(f"{at}ln1")
         _need(model, at, norm, added[number])
         branch, mlp = added[number]["attn"], added[number].get("mlp")
         heads, first = len(branch.weight), len(writers)
-        shared = _shared(model, model.blocks[number].attn.W_K)
+        shared = _shared(model, branch.named("W_K"))
         layers.append(
             Layer(
                 number=number,

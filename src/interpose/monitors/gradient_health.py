@@ -20,7 +20,7 @@ from interpose.engine.model import Model
 from interpose.errors import GradientError
 from interpose.models.loading import as_model
 from interpose.render.html import bar
-from interpose.results.result import Result, number
+from interpose.results.result import Result
 from interpose.sites.tree import Filter
 
 _COLOURS = {"": "#4c78a8", "vanishing": "#b8b8b8"}
@@ -69,19 +69,6 @@ class GradientHealth(Result):
         """The names of the columns."""
         return ("site", "activation", "gradient", "ratio", "flag")
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """One row per site."""
-        return [
-            (
-                row.site,
-                number(row.activation),
-                _or_dash(row.gradient),
-                _or_dash(row.ratio),
-                row.flag,
-            )
-            for row in self.rows
-        ]
-
     def html_cells(self) -> list[tuple[str, ...]]:
         """The same, with the ratio as a bar on a logarithmic scale (1e-6 to 1e6)."""
         rows: list[tuple[str, ...]] = []
@@ -96,7 +83,7 @@ class GradientHealth(Result):
     def records(self) -> Iterator[dict[str, Any]]:
         """Every site as a dictionary; its value is the size of its gradient, if one came."""
         for row in self.rows:
-            sizes = {"value": row.gradient, "activation": row.activation, "ratio": row.ratio}
+            sizes = {"activation": row.activation, "value": row.gradient, "ratio": row.ratio}
             yield {"site": row.site, **sizes, "flag": row.flag}
 
 
@@ -179,7 +166,3 @@ def _flag(gradient: float | None, ratio: float | None, vanishing: float, explodi
     if gradient == 0 or ratio < vanishing:
         return "vanishing"
     return "exploding" if ratio > exploding else ""
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else number(value)

@@ -66,6 +66,11 @@ class Scores(Result):
             raise ValueError(f"values are {tuple(self.values.shape)}, and axes {shape}.")
         if self.errors is not None and tuple(self.errors.shape) != shape:
             raise ValueError(f"errors are {tuple(self.errors.shape)}, and axes {shape}.")
+        count = len(self.tokens or ())
+        for name in _TOKENS if self.tokens is not None else ():
+            for at in self.axes.get(name, ()):
+                if type(at) is not int or not -count <= at < count:
+                    raise ValueError(f"{name} {at!r} is no position of a text of {count} tokens.")
 
     @classmethod
     def averaged(cls, each: Tensor, /, **said: Any) -> Self:

@@ -82,10 +82,18 @@ class SweepResult(Scores):
     noise_floor: float = field(init=False)
 
     def __post_init__(self) -> None:
+        ends = {"clean": self.clean, "corrupt": self.corrupt}
+        shape = (len(self.metrics), self.examples)
+        for name, end in ends.items():
+            if end is not None and tuple(end.shape) != shape:
+                raise ValueError(f"{name} is {tuple(end.shape)}, and should be {shape}.")
+        if tuple(self.noise.shape) != (shape[0], *self.noise.shape[1:2], shape[1]):
+            raise ValueError(
+                f"noise is {tuple(self.noise.shape)}, and should be [metric, draw, example]."
+            )
         places = {name: entries for name, entries in self.axes.items() if name != "metric"}
         metric = {"metric": list(self.metrics)} if self.several else {}
         said = ", ".join(self.metrics if self.several else self.measured) or "metric"
-        ends = {"clean": self.clean, "corrupt": self.corrupt}
         object.__setattr__(self, "axes", {**metric, **places})
         errors = standard_error(self._effects())
         made = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Block
-from interpose.models.stream.formula import Formula, formula_at, norm_at
+from interpose.models.stream.formula import Formula, formula_at
 from interpose.models.weights.views import Getter, block_weights
 from interpose.precision import wide
 
@@ -64,6 +65,17 @@ class Branch:
         """What of a run is needed to take it apart."""
         self.must_have_parts()
         return [self.units, self.writes.scale_site] if self.norm else [self.units]
+
+    def named(self, name: str) -> Tensor:
+        """A weight of it: ``W_Q``, ``b_in``, as of ``model.blocks[3].attn``.
+
+        Args:
+            name: which.
+        """
+        getter = self._weights.get(f"{self.kind}.{name}")
+        if getter is None:
+            raise Unsupported(f"no {name} belongs to {self.site}.")
+        return getter()
 
     @property
     def weight(self) -> Tensor:
@@ -156,14 +168,15 @@ def branches_of(
         kind, told = name[5:-4], multipliers.get(site, 1.0)
         times, why_not = (1.0, told) if isinstance(told, str) else (told, "")
         units, weight, _ = UNITS.get(kind, ("", "", ""))
-        norm = f"{at}{_POST.get(kind, 'ln1_post')}"
-        through, writes = norm_at(model, norm), Formula()
+        norm: str | None = f"{at}{_POST.get(kind, 'ln1_post')}"
+        writes = Formula()
         try:
-            writes = (through and formula_at(model, norm)) or writes
+            writes = formula_at(model, str(norm)) or writes
+            norm = norm if writes.scale_site else None
         except Unsupported as error:
             why_not = str(error)
         needed = [f"{at}{units}"] if units else []
-        needed += [writes.scale_site] if through else []
+        needed += [writes.scale_site] if writes.scale_site else []
         lacking = [each for each in needed if each not in table.sites]
         if lacking:
             why_not = (
@@ -176,7 +189,7 @@ def branches_of(
             kind=kind,
             site=site,
             step=steps.get(name, len(found)),
-            norm=norm if through else None,
+            norm=norm,
             multiplier=times,
             keeps=block.kept.get(name, 1.0),
             writes=writes.times(times),
@@ -184,4 +197,4 @@ def branches_of(
             why_not=why_not,
             _weights=weights,
         )
-    return dict(sorted(found.items(), key=lambda item: item[1].step))
+    return {branch.kind: branch for branch in sorted(found.values(), key=attrgetter("step"))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,7 +144,7 @@ def formula_of(norm: Norm, width: int, like: Tensor) -> Formula:
         factor = (up - down) / 2 / core[0]
         far = (factor * core[2] + (up + down) / 2 - bent)[told].abs()
         fits.append((float(far.max()) if told.any() else float("inf"), centred, factor))
-    error, centred, factor = min(fits, key=lambda fit: fit[0])
+    error, centred, factor = min(fits, key=itemgetter(0))
     if not error <= 3e-2 * float(bent[told].abs().max()):
         raise Unsupported(
             f"{norm.place.path} ({type(module).__name__}) is no norm of the usual formula, a factor times what is left "

@@ -69,6 +69,10 @@ class Stream:
             )
         return found
 
+    def __len__(self) -> int:
+        """How many blocks add to it."""
+        return len(self._tower.blocks)
+
     @property
     def branches(self) -> list[Branch]:
         """What every block adds, in the order in which it is added."""
@@ -86,7 +90,7 @@ class Stream:
         tower = self._tower
         block = next((block for block in tower.blocks if block.index == layer), None)
         if block is None:
-            raise IndexError(f"there is no block {layer}: the model has {len(tower.blocks)}.")
+            raise IndexError(f"there is no block {layer}: the model has {len(self)}.")
         found = branches_of(self._model, tower.prefix, block, self._found().branches)
         if kind not in found:
             said = ", ".join(map(repr, found)) or "nothing that is known"
@@ -165,7 +169,7 @@ class Stream:
 
     def __repr__(self) -> str:
         added = ", ".join(dict.fromkeys(branch.kind for branch in self.branches))
-        return f"Stream({len(self._tower.blocks)} blocks add {added})"
+        return f"Stream({len(self)} blocks add {added})"
 
 
 def multipliers(model: TransformerModel) -> Multipliers:
