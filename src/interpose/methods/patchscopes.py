@@ -26,6 +26,11 @@ from interpose.progress import Progress, ShowProgress
 from interpose.render.html import html_table
 from interpose.render.text import table
 
+_EVIDENCE = (
+    "What this model can read from the activation with this prompt's help, not what it makes of it in the source. The "
+    "other prompt says things of its own, and a vector in a layer that is not its own may be misread: compare with "
+    "other sources, and put them into other prompts."
+)
 _TOGETHER = 32  # cells that are generated at once
 Layers = int | Sequence[int] | slice | str
 
@@ -163,18 +168,14 @@ def patchscope(
         **work_of([runs], read.clean),
         **({"generated": f"{generate} tokens in each cell"} if generate else {}),
     }
-    axes = {"source_layer": list(moves.sources), "into_layer": list(moves.targets)}
-    axes = {"layer": axes["source_layer"]} if moves.same else axes
     found = Patchscope(
         title=f"What {_shown(model, other)} says with {site} of {_shown(model, read)}, position {from_pos}, put "
         f"into position {moves.pos}",
-        values=values.reshape([len(entries) for entries in axes.values()]),
-        axes=axes,
+        values=values.reshape([len(numbers) for numbers in moves.axes.values()]),
+        axes=moves.axes,
         unit="probability" if metric is None else "metric",
         protocol=protocol,
-        evidence="What this model can read from the activation with this prompt's help, not what it makes of it in the "
-        "source. The other prompt says things of its own, and a vector in a layer that is not its own may be misread: "
-        "compare with other sources, and put them into other prompts.",
+        evidence=_EVIDENCE,
         says=says,
         generated=texts or None,
     )
@@ -197,6 +198,13 @@ class _Moves:
         """Pairs of the layer that is read and the layer that it is put into."""
         every = itertools.product(self.sources, self.targets)
         return [(one, other) for one, other in every if one == other or not self.same]
+
+    @property
+    def axes(self) -> dict[str, list[Any]]:
+        """The axes of the result: one where each layer goes into itself."""
+        if self.same:
+            return {"layer": list(self.sources)}
+        return {"source_layer": list(self.sources), "into_layer": list(self.targets)}
 
     def variants(self, cache: ip.Cache) -> list[ip.Variant]:
         """A run for each cell."""
