@@ -128,8 +128,7 @@ def patchscope(
         prepend_bos: as in ``to_tokens``, for texts.
         progress: as in `ip.sweep`.
     """
-    if answer is not None and metric is not None:
-        raise ValueError("give answer=... or metric=..., not both.")
+    measured, said = _metric(answer, metric)
     read = _one(model, source, "source", prepend_bos)
     other = _one(model, into, "into", prepend_bos)
     moves = _Moves(
@@ -143,31 +142,20 @@ def patchscope(
     from_pos = _place(model, read, source_pos, "source")
     wanted = ip.at(list(moves.sources.values()), pos=from_pos)
     _, cache = model.run_with_cache(read.clean, names_filter=wanted, return_type=None)
-    measured, said = _metric(answer, metric)
     values = torch.full((len(moves.cells),), torch.nan, device="cpu")
     says: list[Any] = [None] * len(values)
     texts: list[Any] = [None] * len(values) if generate else []
     with Progress(progress, len(values) * (2 if generate else 1), "cell", keeps=True) as advance:
-        runs = ip.run_variants(
-            model,
-            other,
-            moves.variants(cache),
-            metric=measured,
-            max_rows=max_rows,
-            progress=advance,
-        )
+        runs = moves.runs(cache, metric=measured, max_rows=max_rows, progress=advance)
         for run in runs:
             values[run.number] = float(run.measured)
             says[run.number] = _token(model, int(run.logits[0, -1].argmax()))
         for some in _chunks(range(len(texts)), max_rows or _TOGETHER):
             texts[some.start : some.stop] = moves.generated(some, cache, generate)
             advance.step(len(some))
-    protocol = {
-        "metric": said,
-        "without_a_patch": float(runs.base.measured),
-        **work_of([runs], read.clean),
-        **({"generated": f"{generate} tokens in each cell"} if generate else {}),
-    }
+    protocol = {"metric": said, "without_a_patch": float(runs.base.measured)}
+    protocol |= work_of([runs], read.clean)
+    protocol |= {"generated": f"{generate} tokens in each cell"} if generate else {}
     found = Patchscope(
         title=f"What {_shown(model, other)} says with {site} of {_shown(model, read)}, position {from_pos}, put "
         f"into position {moves.pos}",
@@ -206,12 +194,13 @@ class _Moves:
             return {"layer": list(self.sources)}
         return {"source_layer": list(self.sources), "into_layer": list(self.targets)}
 
-    def variants(self, cache: ip.Cache) -> list[ip.Variant]:
+    def runs(self, cache: ip.Cache, **more: Any) -> ip.VariantRuns:
         """A run for each cell."""
-        return [
+        variants = [
             ip.Variant([ip.fill(self.targets[to], cache[self.sources[of]], pos=self.pos)])
             for of, to in self.cells
         ]
+        return ip.run_variants(self.model, self.text, variants, **more)
 
     def generated(self, some: range, cache: ip.Cache, count: int) -> list[Any]:
         """What some cells go on with; each row of a target layer has the value of its own source layer."""
@@ -230,6 +219,8 @@ class _Moves:
 
 def _metric(answer: Any, metric: Any) -> tuple[Any, str]:
     """What is measured, and how it is written."""
+    if answer is not None and metric is not None:
+        raise ValueError("give answer=... or metric=..., not both.")
     if answer is not None:
         metric = ip.metrics.probability(answer)
     if metric is None:
