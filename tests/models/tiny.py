@@ -74,6 +74,9 @@ def build(
     """
     chosen = model_class(model_type, kind)  # its config may be a part of the type's, as for llama4
     config = shrink(chosen.config_class, layers=max(layers, 2), dropout=dropout, kind=kind)
+    if getattr(config, "attn_logit_softcapping", None):
+        # transformers 5.9 takes torch's attention for these, which leaves the soft cap out.
+        config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = chosen(config)

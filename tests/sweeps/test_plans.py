@@ -818,7 +818,8 @@ def test_effects_and_shares() -> None:
 def test_texts_that_do_not_differ_have_no_effects() -> None:
     model, (clean, _) = build("gpt2"), oracle.pair()
     result = sweep(model, clean, clean, metric=ip.metrics.logit(20))
-    assert torch.equal(result.each, result.clean[:, None, None].expand_as(result.each))
+    assert not result.effect.any()
+    assert near(model.module, result.each, result.clean[:, None, None].expand_as(result.each))
     assert result.tally.forwards == 1
 
 
