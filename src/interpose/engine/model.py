@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -144,11 +145,8 @@ class Model(StandingHooks):
 
     @property
     def device(self) -> torch.device:
-        """Where the module's first parameter or buffer is."""
-        tensors: Iterator[Tensor] = (
-            t for group in (self.module.parameters(), self.module.buffers()) for t in group
-        )
-        return next(tensors, torch.empty(0)).device
+        """Where the module's first parameter or buffer is, or where offloading brings it to when it runs."""
+        return device_of(self.module)
 
     # What there is.
 
@@ -313,6 +311,15 @@ class Model(StandingHooks):
         count = sum(1 for _ in self.tree.modules())
         own = f", {len(self._handles)} hooks" if self._handles else ""
         return f"{type(self).__name__}({self.tree.label}, {count} modules{own}; see model.sites)"
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module runs. What accelerate offloads is on the meta device in between."""
+    first = next(chain(module.parameters(), module.buffers()), torch.empty(0)).device
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    runs = (getattr(hook, "execution_device", None) for hook in hooks)
+    there = next((one for one in runs if one is not None), first) if first.type == "meta" else first
+    return torch.device(there)
 
 
 _RUN_WITH_CACHE = [

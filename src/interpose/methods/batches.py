@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from interpose.errors import NothingSelected, Unsupported
-from interpose.models.running.rows import must_read_text, tokens_of
+from interpose.models.running.rows import must_read_text as must_read_text
+from interpose.models.running.rows import tokens_of
 from interpose.models.selection import entries, missing_text, spans_of
 from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import must_read_text
 from interpose.methods.gradient_attribution import must_have_gradient
 from interpose.methods.wiring import INPUT, Graph, Layer, Wiring, same, wiring
 from interpose.precision import wide
@@ -188,6 +189,7 @@ def edge_attribution(
             "kl is at its minimum on the clean run, where its gradient is zero: give steps=5 or so."
         )
     must_have_gradient(metric)
+    must_read_text(model)
     wires = wiring(model)
     graph = wires.graph
     parts = ip.batches(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import must_read_text
 from interpose.methods.layers import sites_in
 from interpose.models.selection import Some
 from interpose.progress import ShowProgress, tracked
@@ -71,6 +72,7 @@ def head_scores(
             f"no head is called {kind!r}; there are {', '.join(KINDS)}. For others give the wanted keys: a tensor "
             "[query, key], or a function of tokens [pos] that makes one."
         )
+    must_read_text(model)
     given = texts is not None
     if not given:
         texts = _said_again(model, length, repeats, batch, seed, prepend_bos)

@@ -223,6 +223,11 @@ def _streams(
         raise ValueError(
             f"{site!r} is in no layer. There are resid_pre, resid_mid, resid_post, attn_out and mlp_out."
         )
+    if whole and logits.ndim != 3:
+        raise ip.Unsupported(
+            f"the lens reads logits [batch, pos, d_vocab] of tokens, and this model gives {list(logits.shape)}: it "
+            "predicts no tokens."
+        )
     if any(stream.ndim != 3 or stream.shape[-1] != width for stream in found.values()):
         raise ValueError(
             f"the lens reads values [batch, pos, {width}], as wide as the stream; {site!r} has others. There are "

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from interpose.engine.model import Model
 from interpose.engine.standing_hooks import HookItem
+from interpose.errors import Unsupported
 from interpose.models.batching.generate_batch import generate_batch
 from interpose.models.discovery.anatomy import Anatomy
+from interpose.models.discovery.inputs import every_sense
 from interpose.models.knowledge import Conditions, foreign_hooks
 from interpose.models.naming.catalog import SemanticSites
 from interpose.models.naming.table import Table
@@ -65,7 +67,20 @@ class TransformerModel(Text, Forward, Weights, Model):
             look,  # numpy, only when it is needed
         )
 
-        return look(ModuleTree(self.module), self._probe_inputs)
+        try:
+            return look(ModuleTree(self.module), self._probe_inputs)
+        except Exception as error:
+            more = None if self._probe_inputs is not None else every_sense(self.root)
+            if more is not None:  # such as CLIP, which takes text and images together
+                found = look(ModuleTree(self.module), more)
+                self._probe_inputs = more
+                return found
+            if isinstance(error, AttributeError):  # of a property it would be taken for its absence
+                raise Unsupported(
+                    f"a probe of {type(self.root).__name__} failed: {error}. Give inputs that its forward takes: "
+                    "model.probe(inputs). Its module paths work without."
+                ) from error
+            raise
 
     def refresh(self, *, thoroughly: bool = False) -> None:
         """Find the sites anew if the module has changed since they were found: see `Model.refresh`."""
@@ -180,10 +195,12 @@ class TransformerModel(Text, Forward, Weights, Model):
         """Prove the promises on this very model; a site that fails its proof is not offered afterwards.
 
         Args:
-            inputs: what the module's forward takes, by keyword; small random ones by default.
+            inputs: what the module's forward takes, by keyword; by default those of `probe`, or small random ones.
             layer: which blocks; by default the first, a middle and the last.
             differences: also compare gradients with central differences (meant for float32).
         """
         if inputs is not None and self._anatomy is None:
             self.probe(inputs)
+        self.anatomy  # noqa: B018 - with inputs that the probe had to find out
+        inputs = self._probe_inputs if inputs is None else inputs  # type: ignore[assignment]
         return check(self, inputs, layer=layer, differences=differences)

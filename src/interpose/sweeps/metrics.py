@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpose.errors import Unsupported
 from interpose.files.schema import ANYTHING, MapOf, Place, record_of, shown
 from interpose.models.running.forward import next_token_loss
 from interpose.sweeps.narrowing import Filled
@@ -146,6 +147,12 @@ class Metric:
 
     def _there(self, logits: Tensor) -> Tensor:
         """The logits at the position, in float32, [row, d_vocab]."""
+        if logits.ndim != 3:
+            raise Unsupported(
+                f"{self!r} looks at logits [batch, pos, d_vocab] of tokens, and the model gives {list(logits.shape)}: "
+                "it predicts no tokens. Give a function of what it gives, one number for each row: "
+                "metric=lambda logits: logits[:, 1]."
+            )
         return logits[:, self.pos].float()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interpose.engine.model import device_of
 from interpose.errors import Unsupported
 
 BATCH, LENGTH = 2, 11
@@ -52,9 +53,12 @@ def probe_inputs(module: nn.Module, *, batch: int = BATCH, length: int = LENGTH)
     config: Any = getattr(module, "config", None)
     if config is None:
         raise Unsupported(f"{type(module).__name__} has no config to make probe inputs from.")
-    device = next(module.parameters()).device
+    device = device_of(module)
     if device.type == "meta":
-        raise Unsupported("a model on the meta device has no numbers to probe.")
+        raise Unsupported(
+            "a model on the meta device has no numbers to probe. Load its weights first: from_pretrained, or "
+            "to_empty and load_state_dict."
+        )
     accepted = inspect.signature(module.forward).parameters
     main = str(getattr(module, "main_input_name", "input_ids"))
     sense = _MAKERS.get(main)
@@ -72,6 +76,26 @@ def probe_inputs(module: nn.Module, *, batch: int = BATCH, length: int = LENGTH)
     if "use_cache" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         given["use_cache"] = False
     return given
+
+
+def every_sense(module: nn.Module) -> dict[str, Any] | None:
+    """The same with images or sound beside the text, for a model that runs on both together; None for another."""
+    accepted = inspect.signature(module.forward).parameters
+    main = str(getattr(module, "main_input_name", "input_ids"))
+    senses = [name for name in _MAKERS if name in accepted and name != main]
+    if not senses or main != "input_ids":
+        return None
+    config: Any = module.config
+    found = probe_inputs(module)
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    for name in senses:
+        found[name] = _MAKERS[name](_part(config, name), BATCH).to(like.device, like.dtype)
+    return found
+
+
+def _part(config: Any, name: str) -> Any:
+    """The part of a config that is about a sense."""
+    return getattr(config, "vision_config" if name == "pixel_values" else "audio_config", config)
 
 
 def _tokens(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from interpose.engine.model import device_of
 from interpose.engine.shape_scan import untouched
+from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Anatomy, Shape, Sizes
 from interpose.models.discovery.discover import discover
 from interpose.models.discovery.inputs import BATCH, LENGTH, foreign_sizes, probe_inputs
@@ -24,11 +26,20 @@ from interpose.sites.tree import ModuleTree
 from interpose.taps import values
 from interpose.taps.context import stand_down, stand_up
 
+META = torch.device("meta")
+
 
 def look(tree: ModuleTree, inputs: Mapping[str, Any] | None = None) -> Anatomy:
     """Run a probe (or the inputs given) through a model and find out what its parts are."""
     interface.install()
     root: Any = tree.site("").module
+    if any(parameter.is_meta for parameter in root.parameters()) and not device_of(root) == META:
+        raise Unsupported(
+            f"weights of {type(root).__name__} are offloaded: between calls they are on the meta device, and what its "
+            "parts are is told by looking at weights. So it has no semantic sites; module paths work "
+            "(names_filter='model.layers.3'). For all sites load it whole: without cpu_offload, disk_offload or a "
+            "device_map that leaves parts on the CPU or on disk, in a smaller dtype or over several devices."
+        )
     if inputs is None:
         first, second = foreign_sizes(root)
         inputs = probe_inputs(root, batch=first[0], length=first[1])

@@ -169,6 +169,8 @@ class Forward(Model):
             made = self._with_mask(tokens, mask) if fits else {"input_ids": tokens}
         else:
             made = self.prepare(given, prepend_bos, padding_side, truncate)
+            if not any(_is_sense(value) for value in kwargs.values()):
+                self.must_have_image(made["input_ids"])
         start = self._decoder_start(made, kwargs) if encodes(self) else {}
         return {**start, **made, **kwargs}
 
@@ -239,6 +241,11 @@ class Forward(Model):
                 f"{tuple(logits.shape)} for {decoder}input_ids of shape {tuple(tokens.shape)}."
             )
         return next_token_loss(logits, tokens, given.get(f"{decoder}attention_mask"), per_token)
+
+
+def _is_sense(given: Any) -> bool:
+    """Whether an argument may be an image or a sound."""
+    return isinstance(given, Tensor) and given.is_floating_point()
 
 
 def _brief(given: Any) -> str:

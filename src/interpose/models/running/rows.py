@@ -47,6 +47,13 @@ def read(
         truncate: cut texts that are longer than the model's context; by default they are refused.
     """
     must_read_text(model)
+    found = _read(model, given, prepend_bos, truncate)
+    for row in found:
+        model.must_have_image(row["input_ids"])
+    return found
+
+
+def _read(model: Any, given: Any, prepend_bos: bool | None, truncate: bool) -> list[Row]:
     if isinstance(given, Mapping):
         return _of_mapping(model, given)
     given = given if isinstance(given, (str, Tensor)) else list(given)

@@ -115,6 +115,19 @@ class Text(Model):
                     "Are these tokens of another tokenizer? model.to_tokens(text) makes this model's."
                 )
 
+    def must_have_image(self, tokens: Tensor) -> None:
+        """Refuse tokens that stand for images or sound where there are none: nothing else would take their place."""
+        config: Any = getattr(self.module, "config", None)
+        for word in ("image", "video", "audio"):
+            for name in (f"{word}_token_id", f"{word}_token_index"):
+                token = getattr(config, name, None)
+                if isinstance(token, int) and bool((tokens == token).any()):
+                    raise Unsupported(
+                        f"some of the tokens stand for {word}s ({token}, {name}), and no {word} is given, so that they "
+                        "would run as words. Give both by keyword, as the processor makes them: "
+                        f"model.run_with_hooks(**inputs). What takes texts alone takes no {word}s."
+                    )
+
     def _with_mask(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         """The arguments for tokens of which some are padding."""
         if mask is None or bool((mask != 0).all()):

@@ -1,0 +1,153 @@
+"""Models that see: CLIP, a model of text and images, and what methods of language say to those that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+import interpose as ip
+from interpose.models.transformer import TransformerModel
+from tests.models import tiny
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+TEXT = SIZES | {"vocab_size": 99, "max_position_embeddings": 40}
+TEXT |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SIGHT = SIZES | {"image_size": 16, "patch_size": 8}
+IMAGE = 98
+TOKENS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def clip() -> Any:
+    torch.manual_seed(0)
+    config = CLIPConfig(text_config=TEXT, vision_config=SIGHT, projection_dim=16)
+    return TransformerModel(CLIPModel(config).eval())
+
+
+def llava() -> Any:
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**SIGHT),
+        text_config=LlamaConfig(**TEXT),
+        image_token_id=IMAGE,
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    )
+    return TransformerModel(LlavaForConditionalGeneration(config).eval())
+
+
+def test_clip_has_its_sites_without_a_probe_of_ones_own() -> None:
+    model = clip()
+    assert "vision.blocks.0.attn.hook_pattern" in model.sites
+    kept = "vision.blocks.*.hook_resid_post"
+    output, cache = model.run_with_cache(input_ids=TOKENS, pixel_values=PIXELS, names_filter=kept)
+    assert cache["vision.blocks.0.hook_resid_post"].shape == (2, 5, 32)
+    bare = model.module(input_ids=TOKENS, pixel_values=PIXELS)
+    assert torch.equal(output.logits_per_image, bare.logits_per_image)
+    edited = model.run_with_hooks(
+        input_ids=TOKENS,
+        pixel_values=PIXELS,
+        hooks=[ip.zero("vision.blocks.0.attn.hook_z", head=1)],
+    )
+    assert not torch.equal(edited.logits_per_image, bare.logits_per_image)
+
+
+def test_a_failed_probe_of_a_missing_attribute_says_what_failed() -> None:
+    model = clip()
+
+    def forward(input_ids: torch.Tensor) -> Any:
+        return input_ids.no_such_attribute
+
+    model.module.forward = forward
+    with pytest.raises(ip.Unsupported, match=r"no_such_attribute.*model.probe\(inputs\)"):
+        len(model.sites)
+
+
+def test_a_check_after_a_probe_uses_its_inputs() -> None:
+    model = llava()
+    images = torch.full((2, 4), IMAGE)
+    inputs = {"input_ids": torch.cat([TOKENS, images, TOKENS], 1), "pixel_values": PIXELS}
+    model.probe(inputs)
+    report = model.check(layer=0)
+    assert any(name.startswith("vision.blocks.0") for name in report.sites)
+    assert report.passed, report.failures
+
+
+def test_tokens_of_images_need_images() -> None:
+    model = llava()
+    ids = torch.cat([TOKENS, torch.full((2, 4), IMAGE)], 1)
+    for run in (
+        lambda: model(ids),
+        lambda: ip.logit_lens(model, ids, progress=False),
+        lambda: ip.max_activating(model, ids, layer=0, progress=False),
+    ):
+        with pytest.raises(ip.Unsupported, match=r"stand for images .98, image_token_id"):
+            run()
+    assert model(ids, pixel_values=PIXELS).shape[:2] == (2, 7)
+    assert model(TOKENS).shape[:2] == (2, 3)
+
+
+METRIC = ip.metrics.logit(1)
+QUIET: dict[str, Any] = {"progress": False}
+METHODS: dict[str, Callable[[Any, Any], Any]] = {
+    "logit_lens": lambda m, x: ip.logit_lens(m, x, **QUIET),
+    "sweep": lambda m, x: ip.sweep(m, x, x.flip(0), metric=METRIC, **QUIET),
+    "ablation": lambda m, x: ip.ablation(m, x, metric=METRIC, **QUIET),
+    "activation_patching": lambda m, x: ip.activation_patching(
+        m, x, x.flip(0), metric=METRIC, **QUIET
+    ),
+    "attribution_patching": lambda m, x: ip.attribution_patching(
+        m, x, x.flip(0), metric=METRIC, **QUIET
+    ),
+    "edge_attribution": lambda m, x: ip.edge_attribution(m, x, x.flip(0), metric=METRIC, **QUIET),
+    "head_scores": lambda m, x: ip.head_scores(m, **QUIET),
+    "max_activating": lambda m, x: ip.max_activating(m, x, layer=0, **QUIET),
+    "probe": lambda m, x: ip.probe(m, x, [0, 1], **QUIET),
+    "saliency": lambda m, x: ip.saliency(m, x, metric=METRIC),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_language_say_that_a_model_of_images_is_none(name: str) -> None:
+    model = TransformerModel(tiny.build("vit", "vision", layers=1))
+    with pytest.raises(ip.Unsupported, match="reads pixel_values: it is no language model"):
+        METHODS[name](model, TOKENS)
+
+
+PREDICTING = ["logit_lens", "sweep", "ablation", "activation_patching", "attribution_patching"]
+
+
+@pytest.mark.parametrize("name", [*PREDICTING, "saliency"])
+def test_methods_of_predictions_say_that_a_classifier_predicts_no_tokens(name: str) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    module = BertForSequenceClassification(BertConfig(**SIZES, vocab_size=99, num_labels=3)).eval()
+    with pytest.raises(ip.Unsupported, match="predicts no tokens"):
+        METHODS[name](TransformerModel(module), TOKENS)
+
+
+def test_a_function_of_its_labels_is_a_metric_of_a_classifier() -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    module = BertForSequenceClassification(BertConfig(**SIZES, vocab_size=99, num_labels=3)).eval()
+    model = TransformerModel(module)
+    found = ip.ablation(model, TOKENS, metric=lambda logits: logits[:, 1], **QUIET)
+    assert float(found.values.abs().max()) > 0
