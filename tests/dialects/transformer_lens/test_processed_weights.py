@@ -203,12 +203,15 @@ SCRATCH = {
 @pytest.mark.parametrize("name", SCRATCH)
 def test_models_from_scratch_compute_the_same(name: str, refactor: bool | None) -> None:
     model = scratch(**SCRATCH[name])
-    before, weights = log_probabilities(model, TOKENS), copy.deepcopy(model.state_dict())
+    before, weights = log_probabilities(model, TOKENS), copy.deepcopy(model.module.state_dict())
     trained = model.module
     model.process_weights_(refactor_factored_attn_matrices=refactor)
     after = log_probabilities(model, TOKENS)
     assert (before - after).abs().max() / before.abs().max() < 1e-4
-    moved = [float((value - weights[key]).abs().max()) for key, value in model.state_dict().items()]
+    moved = [
+        float((value - weights[key]).abs().max())
+        for key, value in model.module.state_dict().items()
+    ]
     assert max(moved) > 1e-2
     assert all(torch.equal(value, weights[key]) for key, value in trained.state_dict().items())
     assert ("fold_ln" in model._processed) == str(model.cfg.normalization_type).endswith("Pre")

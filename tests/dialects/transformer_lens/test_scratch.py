@@ -533,7 +533,7 @@ def test_circuits_scores_and_biases(case: str) -> None:
 def test_weights_are_the_parameters_themselves() -> None:
     model, state = make({})
     names = {name for name in state if not name.endswith((".mask", ".IGNORE"))}
-    assert {name for name, _ in model.named_parameters()} == names == set(model.state_dict())
+    assert {name for name, _ in model.named_parameters()} == names == set(model.module.state_dict())
     assert set(model.tl_parameters()) == names
     (model.W_E.sum() + 2 * model.W_Q[1].sum()).backward()
     assert (model.embed.W_E.grad == 1).all()

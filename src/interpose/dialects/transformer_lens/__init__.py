@@ -6,6 +6,8 @@ from interpose.dialects.transformer_lens import HookedTransformer, utils
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +69,17 @@ def __getattr__(name: str) -> Any:
     found = getattr(importlib.import_module(f"{_HERE}.{_HOME_OF[name]}"), name)
     globals()[name] = found
     return found
+
+
+class _Package(types.ModuleType):
+    """Keeps classes where modules have their names: ``transformer_lens.ActivationCache`` is the class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME_OF and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

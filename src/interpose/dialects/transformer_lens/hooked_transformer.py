@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from interpose import names
+from interpose.dialects.transformer_lens import own_files
 from interpose.dialects.transformer_lens.cache.going_on import run_after
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig, LoadedConfig
+from interpose.dialects.transformer_lens.first_layers import first_layers
 from interpose.dialects.transformer_lens.lens_hooks import LensHooks
 from interpose.dialects.transformer_lens.lens_processing import LensProcessing
 from interpose.dialects.transformer_lens.lens_text import (
@@ -26,6 +28,7 @@ from interpose.dialects.transformer_lens.lens_text import (
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
+from interpose.dialects.transformer_lens.nicknames import on_hub, revision
 from interpose.dialects.transformer_lens.published import (
     WITHOUT_BOS,
     WITHOUT_BOS_IN_OLD_CLASSES,
@@ -36,20 +39,6 @@ from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models import loading
-
-_NICKNAMES = {"gpt2-small": "gpt2"}
-_ORGANISATIONS = {
-    "pythia-": "EleutherAI",
-    "gpt-neo": "EleutherAI",
-    "gpt-j": "EleutherAI",
-    "opt-": "facebook",
-    "gemma-": "google",
-    "bloom-": "bigscience",
-    "Llama-": "meta-llama",
-    "Mistral-": "mistralai",
-    "Qwen": "Qwen",
-    "phi-": "microsoft",
-}
 
 
 class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
@@ -118,6 +107,11 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         default_prepend_bos: bool | None = None,
         default_padding_side: str | None = None,
         dtype: torch.dtype | str | None = torch.float32,
+        first_n_layers: int | None = None,
+        n_ctx: int | None = None,
+        move_to_device: bool = True,
+        checkpoint_index: int | None = None,
+        checkpoint_value: int | None = None,
         **options: Any,
     ) -> Self:
         """Load a model by name (TransformerLens's nicknames too) or folder, or look into one that is loaded.
@@ -140,6 +134,11 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
                 those of GPT-NeoX, BLOOM, Qwen and Phi.
             default_padding_side: where shorter texts of a batch are padded; by default where the tokenizer does.
             dtype: of the weights.
+            first_n_layers: leave all later layers out; a copy of ``hf_model`` loses them.
+            n_ctx: the longest text, if shorter than what the model has positions for.
+            move_to_device: False leaves the model on the CPU.
+            checkpoint_index: the how-manieth checkpoint of training, of Pythia and Stanford's GPT-2.
+            checkpoint_value: or the step that it was saved at.
             **options: for transformers' ``from_pretrained``.
         """
         flags: dict[str, bool | None] = {
@@ -151,17 +150,23 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         }
         if n_devices > 1:
             options["device_map"] = "auto"
-        processor = None
+        processor, name = None, on_hub(model_name)
+        step = revision(name, checkpoint_index, checkpoint_value)
+        options |= {} if step is None else {"revision": step}
+        device = device if move_to_device else "cpu"
         if hf_model is None and saved(model_name):
             flags = {flag: bool(value) for flag, value in flags.items()}  # as it was trained
             module: nn.Module = read(model_name, device, dtype)
             found = loading.tokenizer_of(model_name)
         elif hf_model is None:
-            loaded = loading.load(_on_hub(model_name), device=device, dtype=dtype, **options)
+            own_files.must_be_here(model_name)
+            loaded = loading.load(name, device=device, dtype=dtype, **options)
             module, found, processor = loaded.module, loaded.tokenizer, loaded.processor
         else:
             module = hf_model if device is None else hf_model.to(device)
-            found = loading.tokenizer_of(_on_hub(model_name)) if tokenizer is None else None
+            found = loading.tokenizer_of(name) if tokenizer is None else None
+        if first_n_layers is not None:
+            module = first_layers(module, first_n_layers, copy=hf_model is not None)
         model = cls(
             module,
             tokenizer=found if tokenizer is None else tokenizer,
@@ -170,8 +175,10 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         )
         if default_prepend_bos is not None:
             model.default_prepend_bos = default_prepend_bos
+        if n_ctx is not None:
+            model.shorten(n_ctx)
         if any(value is not False for value in flags.values()):
-            model.process_weights_(**flags, copy=hf_model is not None)
+            model.process_weights_(**flags, copy=hf_model is not None and module is hf_model)
         return model
 
     @classmethod
@@ -387,15 +394,6 @@ class HookedEncoderDecoder(HookedTransformer):
         if decoder_input is not None:
             kwargs["decoder_input_ids"] = self._tokens(decoder_input)
         return super().__call__(input, **kwargs)
-
-
-def _on_hub(name: str) -> str:
-    """A name as a hub knows it."""
-    name = _NICKNAMES.get(name, name)
-    for start, organisation in _ORGANISATIONS.items():
-        if name.startswith(start) and "/" not in name:
-            return f"{organisation}/{name}"
-    return name
 
 
 __all__ = [

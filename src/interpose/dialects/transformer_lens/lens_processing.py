@@ -97,11 +97,13 @@ class LensProcessing(LensText):
             "processor": self.processor,
             "default_padding_side": self.default_padding_side,
         }
-        prepends = self.default_prepend_bos
+        prepends, n_ctx = self.default_prepend_bos, self._n_ctx
         vars(self).clear()
         self.__init__(module, **kept)  # type: ignore[misc]
         self._processed = done
         self.default_prepend_bos = prepends
+        if n_ctx is not None:
+            self.shorten(n_ctx)
 
 
 @torch.no_grad()

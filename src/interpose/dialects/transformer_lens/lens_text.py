@@ -28,6 +28,7 @@ class LensText(FromScratch):
 
     _prepends_bos: bool | None = None
     _padding_side: str | None = None
+    _n_ctx: int | None = None
 
     @property
     def default_padding_side(self) -> str | None:
@@ -120,6 +121,18 @@ class LensText(FromScratch):
         prepends = self.default_prepend_bos if prepend_bos is None else prepend_bos
         mask = get_attention_mask(self._tokenizer_or_none(), tokens, bool(prepends), side)
         return None if bool(mask.all()) else mask
+
+    def shorten(self, n_ctx: int) -> None:
+        """Cut texts to this many tokens; no more than the model has positions for."""
+        known = super()._longest_text()
+        if known is not None and n_ctx > known:
+            raise ValueError(f"n_ctx={n_ctx}, and the model has positions for {known} tokens.")
+        self._n_ctx = n_ctx
+        cfg: Any = self.cfg
+        cfg.n_ctx = n_ctx
+
+    def _longest_text(self) -> int | None:
+        return super()._longest_text() if self._n_ctx is None else self._n_ctx
 
     def loss_fn(
         self,

@@ -53,6 +53,18 @@ class FromScratch(TransformerModel):
             return Model.__getattr__(self, name)  # blocks, embed and so on are the module's own
         return super().__getattr__(name)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's; of a model from scratch also the masks that TransformerLens writes, and its users delete."""
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        if isinstance(self.module, Transformer) and not args and not kwargs:
+            cfg = self.module.cfg
+            mask = torch.ones(cfg.n_ctx, cfg.n_ctx, dtype=torch.bool, device=cfg.device)
+            mask = mask.tril() if cfg.attention_dir == "causal" else mask
+            for layer in range(cfg.n_layers):
+                found[f"blocks.{layer}.attn.mask"] = mask
+                found[f"blocks.{layer}.attn.IGNORE"] = torch.tensor(-torch.inf, device=cfg.device)
+        return found
+
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Save the model in a folder, for ``from_pretrained``; its tokenizer too."""
         if isinstance(self.module, Transformer):

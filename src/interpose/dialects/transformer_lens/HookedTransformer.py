@@ -1,0 +1,5 @@
+"""Where TransformerLens has `HookedTransformer`."""
+
+from interpose.dialects.transformer_lens.hooked_transformer import HookedTransformer
+
+__all__ = ["HookedTransformer"]
