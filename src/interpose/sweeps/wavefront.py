@@ -150,7 +150,7 @@ def _plain(
     ]
     reader = Reader(list(reads.sites))
     given |= {**wanted_logits(model, kept), **no_cache(model)}
-    with model.hooks([*hooks, reader] if reads.sites else hooks):
+    with model.hooks(hooks=[*hooks, reader] if reads.sites else hooks):
         logits = _run(model, tower, given, reads.end)
     layers = len(tower.blocks) if reads.end is None else reads.end
     return Ran(
@@ -245,7 +245,7 @@ class Wavefront:
         ]
         there = [site for site, layer in self.reads.sites.items() if layer >= self.first]
         reader = Reader(there)
-        with self.model.hooks([*hooks, reader] if there else hooks), ExitStack() as stack:
+        with self.model.hooks(hooks=[*hooks, reader] if there else hooks), ExitStack() as stack:
             self.here = Here()
             eager.hold()
             stack.callback(eager.release)
