@@ -13,6 +13,7 @@ from torch import Tensor
 
 from interpose.errors import FileError
 from interpose.files.schema import Instance, Kind, MapOf, Place, Record, kind_of
+from interpose.files.schema import shown as held
 from interpose.files.writing import write_whole
 from interpose.render import escape, png
 from interpose.render.frame import csv_text, data_frame
@@ -127,15 +128,23 @@ class Result:
             )
         try:
             kept = tensors or {}
-            inner = partial(loading.result_of, tensors=kept)
+            inner = partial(loading.result_of, tensors=kept, source=source)
             words = {key: read(part, kept, inner) for key, part in words.items()}
             if version < cls.VERSION:
                 words = cls.brought_up(words)
-            return cls(**cls.checked(words, Place(source)))
+            made = cls(**cls.checked(words, Place(source)))
         except FileError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
             raise FileError(f"{source} cannot be read as a {name}: {error}") from error
+        try:
+            repr(made), made.html()
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            raise FileError(
+                f"{source} holds a {name} whose parts do not fit together, so that it cannot be shown: "
+                f"{type(error).__name__} {held(str(error), 200)}."
+            ) from error
+        return made
 
     @classmethod
     def brought_up(cls, words: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +231,8 @@ class Result:
     def __repr__(self) -> str:
         head = [self.title, *(f"  {line}" for line in self.lines())]
         lines = [*head, *self.text_body(_SCREEN - len(head)).splitlines()]
-        return "\n".join(lines if len(lines) <= _SCREEN else [*lines[: _SCREEN - 1], "..."])
+        lines = lines if len(lines) <= _SCREEN else [*lines[: _SCREEN - 1], "..."]
+        return escape.terminal("\n".join(lines), lines=True)
 
     def html(self) -> str:
         """What it shows as HTML that loads nothing: how it was made, the numbers, and what they are evidence for."""
