@@ -28,7 +28,7 @@ def methods() -> dict[str, Callable[[Any], Any]]:
             m, CLEAN, by="head", **named
         ),
         "compare_prompts": lambda m: ip.compare_prompts(m, *pair, **named),
-        "ablation": lambda m: ip.ablation(m, many[0], metric=LEAD, by="mean"),
+        "ablation": lambda m: ip.ablation(m, many[0], metric=LEAD, replace_by="mean"),
         "activation_patching": lambda m: ip.activation_patching(m, *pair, metric=LEAD),
         "causal_tracing": lambda m: ip.causal_tracing(
             m, CLEAN, subject="John", answer=" Mary", samples=2
@@ -73,7 +73,7 @@ def methods() -> dict[str, Callable[[Any], Any]]:
             m, ["The capital of France is"], ["The currency of France is"], answer=[" Paris"]
         ),
         "patchscope": lambda m: ip.patchscope(
-            m, CLEAN, CORRUPT, source_pos=9, target_pos=9, answer=" Mary"
+            m, CLEAN, CORRUPT, source_pos=9, into_pos=9, answer=" Mary"
         ),
     }
 

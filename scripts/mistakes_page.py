@@ -143,6 +143,7 @@ MISTAKES: dict[str, str] = {
         model(torch.tensor([[3, 999999]]))
         model(torch.tensor([[3, -1]]))
         model([[1.5, 2.0]])
+        model(torch.ones(1, 300, dtype=torch.long))
         model(torch.zeros(1, 2, 3, dtype=torch.long))
         model(tokens, start_at_layer=2)
         plain(torch.randn(2, 5))

@@ -234,7 +234,6 @@ NOT_YET = {
     ("Model.kept_of", "text"),
     ("NaNGuard.must_fire", "direction"),
     ("TransformerModel.kept_of", "text"),
-    ("patchscope", "target"),
 }
 """Arguments that still have another name; nothing is added here."""
 
@@ -270,15 +269,12 @@ def words_of(signature: inspect.Signature) -> set[str]:
 
 # They only prepare, or have a caller that tells how far it is.
 QUICK = {"batches"}
-NO_PROGRESS_YET = {
-    "patchscope",
-}
 
 
 def test_all_long_work_tells_how_far_it_is() -> None:
     for name, made in signatures():
         words = set(made.parameters)
-        if words & {"batch_size", "max_rows", "steps"} and name not in QUICK | NO_PROGRESS_YET:
+        if words & {"batch_size", "max_rows", "steps"} and name not in QUICK:
             assert "progress" in words, f"{name}: there is no progress="
             assert made.parameters["progress"].default is True, name
 

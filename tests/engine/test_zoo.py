@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import interpose as ip
 from tests.bounds import assert_near
 from tests.copies import copied, odd_addresses
+from tests.engine import zoo
 from tests.engine.zoo import CASES, DTYPES, Case
 
 pytestmark = [
@@ -111,7 +112,7 @@ def fresh(case: Case, dtype: torch.dtype, *, frozen: bool = False) -> tuple[nn.M
         parameter.requires_grad_(not frozen)
     args, kwargs = case.inputs(dtype)
     seed = torch.default_generator.manual_seed  # torch.manual_seed takes longer than most modules
-    (seed if torch.get_default_device().type == "cpu" else torch.manual_seed)(0)
+    (seed if zoo.default_device().type == "cpu" else torch.manual_seed)(0)
     return module, args, kwargs
 
 

@@ -79,13 +79,21 @@ def randomise(module: nn.Module, seed: int = 1) -> None:
             buffer.copy_(0.1 + noise(buffer).abs())
 
 
+def default_device() -> torch.device:
+    """The one that tests run on; torch 2.6 cannot tell it after it was set to None."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 def floats(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], Inputs]:
     """Positional random inputs of these shapes."""
 
     def make(dtype: torch.dtype) -> Inputs:
         generator = torch.Generator("cpu").manual_seed(2)
         drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-        return tuple(one.to(torch.get_default_device(), dtype) for one in drawn), {}
+        return tuple(one.to(default_device(), dtype) for one in drawn), {}
 
     return make
 

@@ -102,7 +102,7 @@ def test_a_mean_is_over_the_reference_texts(name: str, own: bool, apart: bool) -
         model,
         given,
         metric=METRIC,
-        by="mean",
+        replace_by="mean",
         reference=None if own else reference,
         batch_size=2,
         **options,
@@ -119,7 +119,12 @@ def test_resampled_values_are_those_of_the_texts_that_were_drawn(name: str, own:
     model, given = build(name), tokens(4)
     reference = given if own else tokens(6, seed=5)
     found = ip.ablation(
-        model, given, metric=METRIC, by="resample", seed=3, reference=None if own else reference
+        model,
+        given,
+        metric=METRIC,
+        replace_by="resample",
+        seed=3,
+        reference=None if own else reference,
     )
     draw = found.protocol["draw"]
     assert len(draw) == 4
@@ -139,7 +144,13 @@ def test_draws_follow_the_seed_and_leave_the_random_state_alone() -> None:
     model, given = build("gpt2"), tokens(6)
 
     def draw(seed: int) -> Any:
-        options = {"metric": METRIC, "by": "resample", "seed": seed, "layer": [0], "head": [0]}
+        options = {
+            "metric": METRIC,
+            "replace_by": "resample",
+            "seed": seed,
+            "layer": [0],
+            "head": [0],
+        }
         return ip.ablation(model, given, **options).protocol["draw"]
 
     before = torch.get_rng_state()
@@ -175,7 +186,12 @@ def test_texts_of_different_lengths_have_one_mean_over_all_positions() -> None:
     model = pocket()
     texts = ["The Eiffel Tower is in", "People say that the Eiffel Tower is in"]
     found = ip.ablation(
-        model, texts, metric=ip.metrics.logit(" Paris"), site="attn_out", over="layer", by="mean"
+        model,
+        texts,
+        metric=ip.metrics.logit(" Paris"),
+        site="attn_out",
+        over="layer",
+        replace_by="mean",
     )
     assert found.protocol["mean over"] == "2 texts and their positions"
     runs = [model.run_with_cache(text, names_filter="attn_out") for text in texts]
@@ -190,7 +206,7 @@ def test_texts_of_different_lengths_have_one_mean_over_all_positions() -> None:
     assert abs(wanted) > 1
     assert_near(found.at(layer=5), float(wanted), oracle.some_logits(model.module))
     text = texts[0]  # one text alone has no mean of its own at each position
-    alone = ip.ablation(model, text, metric=ip.metrics.logit(" Paris"), by="mean")
+    alone = ip.ablation(model, text, metric=ip.metrics.logit(" Paris"), replace_by="mean")
     assert float(alone.values.abs().max()) > 0.1
 
 
@@ -211,30 +227,32 @@ def test_the_ranking_of_heads_is_one_call_and_names_the_movers_of_the_first_name
 def test_errors_say_what_to_write() -> None:
     model = pocket()
     options: dict[str, Any] = {"metric": ip.metrics.logit(" Paris")}
-    with pytest.raises(ValueError, match=r"by is 'zero', 'mean' or 'resample'; got 'median'"):
-        ip.ablation(model, "a text", by="median", **options)
-    with pytest.raises(ValueError, match=r"reference goes with by='mean'"):
+    with pytest.raises(
+        ValueError, match=r"replace_by is 'zero', 'mean' or 'resample'; got 'median'"
+    ):
+        ip.ablation(model, "a text", replace_by="median", **options)
+    with pytest.raises(ValueError, match=r"reference goes with replace_by='mean'"):
         ip.ablation(model, "a text", reference="b", **options)
-    with pytest.raises(ValueError, match=r"per_position goes with by='mean'"):
-        ip.ablation(model, "a text", by="resample", per_position=True, **options)
+    with pytest.raises(ValueError, match=r"per_position goes with replace_by='mean'"):
+        ip.ablation(model, "a text", replace_by="resample", per_position=True, **options)
     with pytest.raises(ValueError, match=r"text 0 has 5 tokens, and no other text has as many"):
-        ip.ablation(model, "The Eiffel Tower is in", by="resample", **options)
+        ip.ablation(model, "The Eiffel Tower is in", replace_by="resample", **options)
     texts = ["The Eiffel Tower is in", "The Eiffel"]
     with pytest.raises(ValueError, match=r"tokens, so that positions are not the same places"):
-        ip.ablation(model, texts, by="mean", per_position=True, **options)
+        ip.ablation(model, texts, replace_by="mean", per_position=True, **options)
     with pytest.raises(ValueError, match=r"has no mean over positions"):
-        ip.ablation(model, "The Eiffel Tower is in", site="pattern", by="mean", **options)
+        ip.ablation(model, "The Eiffel Tower is in", site="pattern", replace_by="mean", **options)
     with pytest.raises(TypeError, match=r"a metric is one of ip\.metrics"):
         ip.ablation(model, "a text", metric={"a": ip.metrics.logit(1)})
     with pytest.raises(ip.InterposeError, match="no site 'zz'"):
-        ip.ablation(model, "a text", site="zz", over="layer", by="mean", **options)
+        ip.ablation(model, "a text", site="zz", over="layer", replace_by="mean", **options)
 
 
 def test_nothing_is_left_behind() -> None:
     model = build("llama")
     before = state_of(model.module)
     for by in ("zero", "mean", "resample"):
-        ip.ablation(model, tokens(), metric=METRIC, by=by)
+        ip.ablation(model, tokens(), metric=METRIC, replace_by=by)
     assert same_state(before, state_of(model.module))
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
 
@@ -244,17 +262,17 @@ def test_another_text_is_never_one_that_is_the_same() -> None:
     model, rows = build("gpt2"), tokens(2)
     twice = torch.cat([rows, rows])
     for reference in (None, twice):
-        found = ip.ablation(model, twice, metric=METRIC, by="resample", reference=reference)
+        found = ip.ablation(model, twice, metric=METRIC, replace_by="resample", reference=reference)
         assert all(
             not torch.equal(twice[n], twice[m]) for n, m in enumerate(found.protocol["draw"])
         )
         assert found.values.abs().min() > 0
     with pytest.raises(ValueError, match="no other text has as many"):
-        ip.ablation(model, rows[:1], metric=METRIC, by="resample", reference=rows[:1])
+        ip.ablation(model, rows[:1], metric=METRIC, replace_by="resample", reference=rows[:1])
 
 
 def test_means_are_taken_of_a_single_site_too() -> None:
     model = build("llama")
-    every = ip.ablation(model, tokens(), metric=METRIC, by="mean")
-    one = ip.ablation(model, tokens(), metric=METRIC, by="mean", site=("z", 1), over="head")
+    every = ip.ablation(model, tokens(), metric=METRIC, replace_by="mean")
+    one = ip.ablation(model, tokens(), metric=METRIC, replace_by="mean", site=("z", 1), over="head")
     torch.testing.assert_close(one.values, every.values[1], rtol=1e-4, atol=1e-6)

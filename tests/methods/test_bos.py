@@ -21,7 +21,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "compare_prompts": lambda m, a, b, **w: ip.compare_prompts(m, a, b, **w),
     "ablation": lambda m, a, b, **w: ip.ablation(m, a, metric=LEAD, **w),
     "mean ablation": lambda m, a, b, **w: ip.ablation(
-        m, a, metric=LEAD, by="mean", reference=b, **w
+        m, a, metric=LEAD, replace_by="mean", reference=b, **w
     ),
     "activation_patching": lambda m, a, b, **w: ip.activation_patching(
         m, a, b, metric=LEAD, family="attn_head_out_all_pos", **w

@@ -33,7 +33,7 @@ def pocket() -> Any:
 
 
 def by_hand(module: Any, name: str, source: int, target: int, kind: str = "resid_post") -> Tensor:
-    """The logits of the target's last token, with the source's value in its place, by raw hooks."""
+    """The logits of the other prompt's last token, with the source's value in its place, by raw hooks."""
     (values,) = oracle.values(module, SOURCE, [oracle.spot(module, name, kind, source)])
 
     def change(value: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ def test_cells_are_those_of_raw_hooks(name: str) -> None:
     module = oracle.build(name)
     before = state_of(module)
     found = ip.patchscope(
-        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, target_pos=TO - 8, target_layers="all",
-        metric=ip.metrics.logit(17), batch_size=4,
+        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, into_pos=TO - 8, into_layer="all",
+        metric=ip.metrics.logit(17), max_rows=4,
     )  # fmt: skip
     assert same_state(before, state_of(module))
-    assert found.axes == {"source_layer": [0, 1, 2], "target_layer": [0, 1, 2]}
+    assert found.axes == {"source_layer": [0, 1, 2], "into_layer": [0, 1, 2]}
     for number, cell in enumerate(found.records()):
-        wanted = by_hand(module, name, cell["source_layer"], cell["target_layer"])
+        wanted = by_hand(module, name, cell["source_layer"], cell["into_layer"])
         assert_near(cell["value"], float(wanted[17]), oracle.some_logits(module))
         assert cell["says"] == found.says[number] == int(wanted.argmax())
     assert found.protocol["without_a_patch"] == pytest.approx(
@@ -67,24 +67,24 @@ def test_cells_are_those_of_raw_hooks(name: str) -> None:
 
 def test_each_layer_goes_into_itself_unless_said_otherwise() -> None:
     model = ip.wrap(oracle.build("llama"))
-    words = {"source_pos": FROM, "target_pos": TO, "metric": ip.metrics.logit(17)}
-    grid = ip.patchscope(model, SOURCE, TARGET, target_layers="all", **words)
+    words = {"source_pos": FROM, "into_pos": TO, "metric": ip.metrics.logit(17)}
+    grid = ip.patchscope(model, SOURCE, TARGET, into_layer="all", **words)
     same = ip.patchscope(model, SOURCE, TARGET, **words)
     assert same.axes == {"layer": [0, 1, 2]}
     torch.testing.assert_close(same.values, grid.values.diagonal())
-    some = ip.patchscope(model, SOURCE, TARGET, source_layers=[0, -1], target_layers=1, **words)
-    assert some.axes == {"source_layer": [0, 2], "target_layer": [1]}
+    some = ip.patchscope(model, SOURCE, TARGET, source_layer=[0, -1], into_layer=1, **words)
+    assert some.axes == {"source_layer": [0, 2], "into_layer": [1]}
     torch.testing.assert_close(some.values, grid.values[[0, 2]][:, [1]])
 
 
 def test_other_sites_can_be_moved() -> None:
     module = oracle.build("gpt2")
     found = ip.patchscope(
-        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, target_pos=TO, target_layers="all",
+        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, into_pos=TO, into_layer="all",
         site="z", metric=ip.metrics.logit(17),
     )  # fmt: skip
     for cell in found.records():
-        wanted = by_hand(module, "gpt2", cell["source_layer"], cell["target_layer"], "z")
+        wanted = by_hand(module, "gpt2", cell["source_layer"], cell["into_layer"], "z")
         assert_near(cell["value"], float(wanted[17]), oracle.some_logits(module))
 
 
@@ -92,20 +92,22 @@ def test_other_sites_can_be_moved() -> None:
 def test_the_same_place_of_the_same_prompt_is_the_plain_run(name: str) -> None:
     model = ip.wrap(oracle.build(name))
     found = ip.patchscope(
-        model, TARGET, TARGET, source_pos=4, target_pos=4, metric=ip.metrics.kl(), batch_size=1
+        model, TARGET, TARGET, source_pos=4, into_pos=4, metric=ip.metrics.kl(), max_rows=1
     )
-    assert torch.equal(found.values, torch.zeros(LAYERS))
+    assert_near(found.values, torch.zeros(LAYERS), 1.0)
     plain = model(TARGET)[0, -1].detach()
-    sure = ip.patchscope(model, TARGET, TARGET, batch_size=1)
-    assert sure.values.tolist() == [float(plain.softmax(-1).max())] * LAYERS
+    sure = ip.patchscope(model, TARGET, TARGET, max_rows=1)
+    assert_near(
+        sure.values, plain.softmax(-1).max().expand(LAYERS), oracle.some_logits(model.module)
+    )
     assert sure.says == [int(plain.argmax())] * LAYERS
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_last_layer_of_the_target_is_the_logit_lens(name: str) -> None:
+def test_the_last_layer_of_the_other_prompt_is_the_logit_lens(name: str) -> None:
     module = oracle.build(name)
     found = ip.patchscope(
-        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, target_layers=[-1], metric=ip.metrics.logit(17)
+        ip.wrap(module), SOURCE, TARGET, source_pos=FROM, into_layer=[-1], metric=ip.metrics.logit(17)
     )  # fmt: skip
     norm = module.transformer.ln_f if name == "gpt2" else module.model.norm
     for layer in range(LAYERS):
@@ -118,22 +120,22 @@ def test_the_last_layer_of_the_target_is_the_logit_lens(name: str) -> None:
 
 
 def test_the_relation_arrives_before_the_answer_in_the_pocket_model(pocket: Any) -> None:
-    found = ip.patchscope(pocket, CAPITAL, CURRENCY, target_layers="all", answer=" Paris")
+    found = ip.patchscope(pocket, CAPITAL, CURRENCY, into_layer="all", answer=" Paris")
     head, rows = found.words()
-    assert head == ["source / target", "0", "1", "2", "3", "4", "5", "6"]
+    assert head == ["source / into", "0", "1", "2", "3", "4", "5", "6"]
     assert rows[2][1:4] == ["' Tokyo'"] * 3
     assert rows[5][1:] == ["' Paris'"] * 7
     assert found.values[5].min() > 0.7
     assert found.values[:4].max() < 0.05
     country = ip.patchscope(
         pocket, "People in France speak", "The capital of Japan is",
-        source_pos=" France", target_pos=" Japan", answer=" Paris",
+        source_pos=" France", into_pos=" Japan", answer=" Paris",
     )  # fmt: skip
     assert country.says == [" Paris"] * 5 + [" Tokyo"] * 2
 
 
 def test_generated_text_has_the_patch_in_its_prompt_alone(pocket: Any) -> None:
-    found = ip.patchscope(pocket, CAPITAL, CURRENCY, target_layers=[1, 4], generate=4, batch_size=5)
+    found = ip.patchscope(pocket, CAPITAL, CURRENCY, into_layer=[1, 4], generate=4, max_rows=5)
     assert len(found.generated) == 14
     tokens = pocket.to_tokens(CURRENCY)
     _, cache = pocket.run_with_cache(CAPITAL, names_filter="resid_post")
@@ -144,7 +146,7 @@ def test_generated_text_has_the_patch_in_its_prompt_alone(pocket: Any) -> None:
             def put(value: Tensor, hook: Any) -> None:
                 value[:, 4] = cache["resid_post", cell["source_layer"]][:, 4]  # noqa: B023
 
-            hooks = [(("resid_post", cell["target_layer"]), put)]
+            hooks = [(("resid_post", cell["into_layer"]), put)]
             logits = pocket.run_with_hooks(torch.tensor([row]), fwd_hooks=hooks)
             row.append(int(logits[0, -1].argmax()))
             if row[-1] == pocket.tokenizer.eos_token_id:
@@ -162,7 +164,7 @@ def test_it_prints_and_is_saved(pocket: Any) -> None:
         "position 4"
     )
     assert lines[-2].split() == ["5", "0.887", "'", "Paris'", "'", "Paris.'"]
-    grid = ip.patchscope(pocket, CAPITAL, CURRENCY, target_layers="all", generate=2)
+    grid = ip.patchscope(pocket, CAPITAL, CURRENCY, into_layer="all", generate=2)
     for found in (same, grid):
         page = found.html()
         loads_nothing(page)
@@ -170,7 +172,7 @@ def test_it_prints_and_is_saved(pocket: Any) -> None:
         again = Patchscope.from_dict(found.to_dict())
         assert torch.equal(again.values, found.values)
         assert repr(again) == repr(found)
-    assert grid.top(1)[0].keys() == {"source_layer", "target_layer", "value", "says", "generated"}
+    assert grid.top(1)[0].keys() == {"source_layer", "into_layer", "value", "says", "generated"}
 
 
 def test_without_a_tokenizer_tokens_are_numbers() -> None:
@@ -186,12 +188,12 @@ def test_wrong_questions_are_refused(pocket: Any) -> None:
         ip.patchscope(pocket, CAPITAL, CURRENCY, answer=" Paris", metric=ip.metrics.kl())
     with pytest.raises(ValueError, match="source is one text; got 2"):
         ip.patchscope(pocket, [CAPITAL, CURRENCY], CURRENCY)
-    with pytest.raises(IndexError, match="target_pos=5; the target has 5 tokens, 0 to 4"):
-        ip.patchscope(pocket, CAPITAL, CURRENCY, target_pos=5)
+    with pytest.raises(IndexError, match="pos 5 is not there: into has positions 0 to 4"):
+        ip.patchscope(pocket, CAPITAL, CURRENCY, into_pos=5)
     with pytest.raises(ValueError, match="the token ' Rome' is not among"):
         ip.patchscope(pocket, CAPITAL, CURRENCY, source_pos=" Rome")
     with pytest.raises(IndexError, match="layers 0 to 6"):
-        ip.patchscope(pocket, CAPITAL, CURRENCY, target_layers=[9])
+        ip.patchscope(pocket, CAPITAL, CURRENCY, into_layer=[9])
 
 
 def test_the_protocol_names_a_function_without_its_address() -> None:
@@ -201,13 +203,13 @@ def test_the_protocol_names_a_function_without_its_address() -> None:
     model = ip.wrap(tiny.build("gpt2", layers=LAYERS))
     found = ip.patchscope(model, SOURCE, TARGET, metric=seventeen)
     assert found.protocol["metric"] == "seventeen"
-    same = ip.patchscope(model, SOURCE, TARGET, metric=ip.metrics.logit([17]))  # of the one target
-    assert torch.equal(found.values, same.values)
+    same = ip.patchscope(model, SOURCE, TARGET, metric=ip.metrics.logit([17]))  # of the one text
+    assert_near(found.values, same.values, oracle.some_logits(model.module))
 
 
 def test_models_of_the_transformer_lens_dialect_go_on_with_the_patch() -> None:
     module = tiny.build("llama", layers=LAYERS)
-    options: dict[str, Any] = {"target_pos": 3, "generate": 3}
+    options: dict[str, Any] = {"into_pos": 3, "generate": 3}
     plain = ip.patchscope(ip.wrap(module), SOURCE, TARGET, **options)
     lens = ip.patchscope(HookedTransformer(module).eval(), SOURCE, TARGET, **options)
     assert lens.generated == plain.generated

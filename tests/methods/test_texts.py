@@ -122,7 +122,9 @@ Method = Callable[[Any, Any, Any], Tensor]
 MEANS: dict[str, Method] = {
     "ablation": lambda m, a, b: ip.ablation(m, a, metric=LEAD).values,
     "mean ablation": lambda m, a, b: (
-        ip.ablation(m, a, metric=LEAD, by="mean", reference=CLEAN, per_position=False).values
+        ip.ablation(
+            m, a, metric=LEAD, replace_by="mean", reference=CLEAN, per_position=False
+        ).values
     ),
     "attention_knockout": lambda m, a, b: (
         ip.attention_knockout(m, a, metric=LEAD, query=-1, key=1).values
@@ -272,7 +274,7 @@ ONE: dict[str, Callable[[Any, Any], Tensor]] = {
     "causal_tracing": lambda m, text: (
         ip.causal_tracing(m, text, subject=[1], answer=20, samples=2).values
     ),
-    "patchscope": lambda m, text: ip.patchscope(m, text, text, target_pos=1, answer=20).values,
+    "patchscope": lambda m, text: ip.patchscope(m, text, text, into_pos=1, answer=20).values,
 }
 
 

@@ -510,3 +510,18 @@ def test_floats_that_should_be_tokens_are_told_from_embeddings(llama: Any) -> No
         model(torch.tensor([[1.0, 2.0]]))
     width = llama.config.hidden_size
     assert model(torch.randn(1, 3, width)).shape[:2] == (1, 3)
+
+
+def test_tokens_beyond_the_positions_are_counted() -> None:
+    model = ip.load("pocket")
+    long = torch.randint(3, 1000, (1, 261), generator=torch.Generator().manual_seed(0))
+    for run in (lambda: model(long), lambda: ip.logit_lens(model, long, progress=False)):
+        with pytest.raises(ValueError, match="a text has 261 tokens, and the model 256 positions"):
+            run()
+    assert model(long[:, -256:]).shape[1] == 256
+
+
+def test_positions_that_are_computed_have_no_end(llama: Any) -> None:
+    model = TransformerModel(llama)
+    length = llama.config.max_position_embeddings + 3
+    assert model(torch.full((1, length), 5)).shape[1] == length

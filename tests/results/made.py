@@ -79,7 +79,7 @@ def shapes() -> ip.ShapeLog:
 
 MADE: dict[str, Callable[[], ip.Result]] = {
     "Scores": lambda: ip.ablation(
-        pocket(), list(ENDS), metric=LEAD, layer=[4, 5], by="zero", **QUIET
+        pocket(), list(ENDS), metric=LEAD, layer=[4, 5], replace_by="zero", **QUIET
     ),
     "SweepResult": sweep,
     "SweepResult of several metrics": lambda: sweep(

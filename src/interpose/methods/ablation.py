@@ -34,7 +34,7 @@ def ablation(
     metric: Any,
     site: str | Sequence[str] = "z",
     over: str | Sequence[str] = ("layer", "head"),
-    by: str = "zero",
+    replace_by: str = "zero",
     reference: Any = None,
     per_position: bool | None = None,
     seed: int = 0,
@@ -64,7 +64,7 @@ def ablation(
         site: the kind of site that units are parts of: ``z`` for heads, ``attn_out``, ``mlp_out``, ``post`` for
             neurons; several with ``over=("site", ...)``.
         over: which axes to go through, of ``site``, ``layer``, ``head``, ``neuron`` and ``pos``.
-        by: ``zero``, ``mean`` (over the reference texts), or ``resample`` (another text's value, of as many tokens).
+        replace_by: ``zero``, ``mean`` (over the reference texts), or ``resample`` (the value of another text as long).
         reference: the texts that means and other values come from; by default the given ones.
         per_position: whether each position has a mean of its own; by default if there are several reference texts and
             all texts are of one length.
@@ -74,14 +74,16 @@ def ablation(
         neuron: which features of the site's last axis; needed for that axis.
         pos: which; by default all.
         batch_size: how many texts run together, at most.
-        max_rows: how many rows of a sweep run together, at most; by default as many as fit.
+        max_rows: how many rows of a sweep run together, at most; by default as many as fit in memory.
         prepend_bos: as in ``to_tokens``, for texts.
         progress: as in `ip.sweep`.
     """
     rows = rows_of(model, texts, prepend_bos)
     if reference is not None:
         reference = rows_of(model, reference, prepend_bos)
-    options, how = _replacement(model, rows, site, by, reference, per_position, seed, batch_size)
+    options, how = _replacement(
+        model, rows, site, replace_by, reference, per_position, seed, batch_size
+    )
     sweep = functools.partial(
         ip.sweep,
         model,
@@ -109,33 +111,39 @@ def _replacement(
     model: Any,
     rows: list[Tensor],
     site: str | Sequence[str],
-    by: str,
+    replace_by: str,
     reference: Any,
     per_position: bool | None,
     seed: int,
     batch_size: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What tells `ip.sweep` the values to put in, and what is said of them."""
-    if by not in ("zero", "mean", "resample"):
-        raise ValueError(f"by is 'zero', 'mean' or 'resample'; got {by!r}.")
-    if by == "zero" and reference is not None:
-        raise ValueError("reference goes with by='mean' or by='resample'; by='zero' needs none.")
-    if by != "mean" and per_position is not None:
-        raise ValueError(f"per_position goes with by='mean'; got by={by!r}.")
+    if replace_by not in ("zero", "mean", "resample"):
+        raise ValueError(f"replace_by is 'zero', 'mean' or 'resample'; got {replace_by!r}.")
+    if replace_by == "zero" and reference is not None:
+        raise ValueError(
+            "reference goes with replace_by='mean' or replace_by='resample'; replace_by='zero' needs none."
+        )
+    if replace_by != "mean" and per_position is not None:
+        raise ValueError(f"per_position goes with replace_by='mean'; got {replace_by!r}.")
     others = rows if reference is None else reference
-    if by == "zero":
-        return {"edit": ip.zero}, {"by": by}
-    if by == "mean":
+    if replace_by == "zero":
+        return {"edit": ip.zero}, {"replaced by": replace_by}
+    if replace_by == "mean":
         apart = _keeps_positions(rows, others, per_position)
         names = list(model.sites.select(site))
         batches = ip.batches(model, others, batch_size=batch_size)
         said = f"{len(others)} texts" + ("" if apart else " and their positions")
-        how = {"by": by, "mean over": said, "reference forwards": len(batches)}
+        how = {"replaced by": replace_by, "mean over": said, "reference forwards": len(batches)}
         return {"edit": _put_in(_means(model, batches, names, apart))}, how
     draw = _drawn(rows, others, seed)
     # Patching corrupt values in is just that: another run's values go into the run as it is.
     corrupt = [others[number] for number in draw]
-    return {"corrupt": corrupt, "patch": "corrupt"}, {"by": by, "seed": seed, "draw": draw}
+    return {"corrupt": corrupt, "patch": "corrupt"}, {
+        "replaced by": replace_by,
+        "seed": seed,
+        "draw": draw,
+    }
 
 
 # The mean.
@@ -196,7 +204,7 @@ def _drawn(rows: Any, others: Any, seed: int) -> list[int]:
         if not fitting:
             raise ValueError(
                 f"text {number} has {len(row)} tokens, and no other text has as many: a value is taken from the same "
-                "position of another text. Give reference=[...] with such texts, or by='mean'."
+                "position of another text. Give reference=[...] with such texts, or replace_by='mean'."
             )
         place = torch.randint(len(fitting), (), generator=generator, device="cpu")
         found.append(fitting[int(place)])
@@ -209,7 +217,7 @@ def _scores(found: ip.SweepResult, how: dict[str, Any]) -> ip.Scores:
     kinds = ", ".join(found.sites)
     return ip.Scores.averaged(
         each,
-        title=f"{kinds} ablated by {how['by']}, {count} text{'s' * (count > 1)}",
+        title=f"{kinds} ablated by {how['replaced by']}, {count} text{'s' * (count > 1)}",
         axes={name: entries for name, entries in found.axes.items() if name != "metric"},
         unit="change of the metric",
         protocol={
@@ -217,7 +225,7 @@ def _scores(found: ip.SweepResult, how: dict[str, Any]) -> ip.Scores:
             "unablated": float(found.clean.mean()),
             **found.fixed,
             **how,
-            "forwards": found.tally.forwards,
+            **found.tally.protocol,
             **({} if found.own is None else {"logits": found.logits}),
         },
         evidence=_EVIDENCE,

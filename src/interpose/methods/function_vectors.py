@@ -116,6 +116,7 @@ def function_vector(
         )
         effects, noise_floor = swept.effect[0].cpu(), swept.noise_floor
         protocol["forwards"] += swept.tally.forwards
+        protocol["plan"] = swept.tally.protocol["plan"]
         protocol["corrupt"] = swept.examples
         protocol["metric"] = (
             "probability of the answers" if metric is None else ip.metrics.label(metric)

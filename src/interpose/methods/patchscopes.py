@@ -3,17 +3,16 @@
 The stream at one token of a source prompt, after a layer, is put into another prompt at a token and a layer of choice,
 and the model goes on from there:
 
-    run(target, with resid_post[target layer, target pos] := resid_post[source layer, source pos] of run(source))
+    run(into, with resid_post[into layer, into pos] := resid_post[source layer, source pos] of run(source))
 
 What it says next is read off as a metric, as the likeliest token, or as generated text. With the last layer and the
-last position of the target this is the logit lens of the source.
+last position of the other prompt this is the logit lens of the source.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,18 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import work_of
+from interpose.models.selection import entries
+from interpose.progress import Progress, ShowProgress
 from interpose.render.html import html_table
 from interpose.render.text import table
 
+_EVIDENCE = (
+    "What this model can read from the activation with this prompt's help, not what it makes of it in the source. The "
+    "other prompt says things of its own, and a vector in a layer that is not its own may be misread: compare with "
+    "other sources, and put them into other prompts."
+)
+_TOGETHER = 32  # cells that are generated at once
 Layers = int | Sequence[int] | slice | str
 
 
@@ -45,12 +53,12 @@ class Patchscope(ip.Scores):
         return {**ip.Scores.columns(self), "says": self.says, **more}
 
     def words(self) -> tuple[list[str], list[list[str]]]:
-        """What is said, as a table: its head and its rows. Source layers are rows; target layers, if any, columns."""
+        """What is said, as a table: its head and its rows. Source layers are rows; others, if any, columns."""
         shown = [repr(said) if isinstance(said, str) else str(said) for said in self.says]
         if len(self.axes) == 2:
             layers, columns = self.axes.values()
             lines = [shown[at : at + len(columns)] for at in range(0, len(shown), len(columns))]
-            head = ["source / target", *map(str, columns)]
+            head = ["source / into", *map(str, columns)]
             return head, [[str(layer), *line] for layer, line in zip(layers, lines)]
         numbers = [f"{value:.3f}" for value in self.values.tolist()]
         texts = [repr(text) for text in self.generated or ()]
@@ -71,9 +79,9 @@ class Patchscope(ip.Scores):
         """A heat map of the metric, and what each cell says."""
         parts = [self.view().html(), html_table(*self.words(), title="What it says")]
         if self.generated and len(self.axes) == 2:
-            places = ((cell["source_layer"], cell["target_layer"]) for cell in self.records())
+            places = ((cell["source_layer"], cell["into_layer"]) for cell in self.records())
             cells = [(*map(str, at), repr(text)) for at, text in zip(places, self.generated)]
-            parts.append(html_table(("source", "target", "generated"), cells, most=2000))
+            parts.append(html_table(("source", "into", "generated"), cells, most=2000))
         return "".join(parts)
 
 
@@ -81,138 +89,143 @@ class Patchscope(ip.Scores):
 def patchscope(
     model: Any,
     source: Any,
-    target: Any,
+    into: Any,
     *,
     source_pos: int | str = -1,
-    target_pos: int | str = -1,
-    source_layers: Layers | None = None,
-    target_layers: Layers | None = None,
+    into_pos: int | str = -1,
+    source_layer: Layers | None = None,
+    into_layer: Layers | None = None,
     site: str = "resid_post",
     answer: Any = None,
     metric: Any = None,
     generate: int = 0,
-    batch_size: int = 32,
+    max_rows: int | None = None,
     prepend_bos: bool | None = None,
+    progress: ShowProgress = True,
 ) -> Patchscope:
     """What a model says when the stream at a token of one prompt is put into another prompt, by layers.
 
     ```python
     ip.patchscope(
         model, "People in France speak", "The capital of Japan is",
-        source_pos=" France", target_pos=" Japan", answer=" Paris", target_layers="all",
+        source_pos=" France", into_pos=" Japan", answer=" Paris", into_layer="all",
     )
     ```
 
     Args:
         model: a model of transformers, in eval mode.
         source: the text, or the tokens of one, whose activation is read.
-        target: the text, or the tokens of one, that it is put into.
+        into: the text, or the tokens of one, that it is put into.
         source_pos: which token of the source: a number (negative from the end), or the token, where it is first.
-        target_pos: which token of the target.
-        source_layers: which layers are read: numbers, a slice; by default all.
-        target_layers: which layers each is put into: numbers, a slice or ``all``; by default its own layer.
+        into_pos: which token of the other text, likewise.
+        source_layer: which layers are read: a number, several, a slice; by default all.
+        into_layer: which layers each is put into: likewise, or ``all``; by default its own layer.
         site: what is read and written.
         answer: the token whose probability is measured; by default that of the likeliest token.
         metric: what to measure instead: one of `ip.metrics`, or a function of logits.
         generate: how many tokens each cell goes on with, greedily. The patch is in the prompt alone.
-        batch_size: how many cells run together, at most.
+        max_rows: how many cells run together, at most; by default as many as fit in memory.
         prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
     """
-    if answer is not None and metric is not None:
-        raise ValueError("give answer=... or metric=..., not both.")
+    measured, said = _metric(answer, metric)
     read = _one(model, source, "source", prepend_bos)
-    into = _one(model, target, "target", prepend_bos)
+    other = _one(model, into, "into", prepend_bos)
     moves = _Moves(
-        sources=_sites(model, site, source_layers),
-        targets=_sites(model, site, source_layers if target_layers is None else target_layers),
-        same=target_layers is None,
-        from_pos=_place(model, read, source_pos, "source"),
-        to_pos=_place(model, into, target_pos, "target"),
+        model=model,
+        text=other,
+        sources=_sites(model, site, source_layer),
+        targets=_sites(model, site, source_layer if into_layer is None else into_layer),
+        same=into_layer is None,
+        pos=_place(model, other, into_pos, "into"),
     )
-    measured = ip.metrics.probability(answer) if answer is not None else metric or _surest
-    values, says, texts, protocol = moves.run(model, read, into, measured, generate, batch_size)
-    axes = {"source_layer": list(moves.sources), "target_layer": list(moves.targets)}
-    axes = {"layer": axes["source_layer"]} if moves.same else axes
-    return Patchscope(
-        title=f"What {_shown(model, into)} says with {site} of {_shown(model, read)}, position {moves.from_pos}, put "
-        f"into position {moves.to_pos}",
-        values=values.reshape([len(entries) for entries in axes.values()]),
-        axes=axes,
+    from_pos = _place(model, read, source_pos, "source")
+    wanted = ip.at(list(moves.sources.values()), pos=from_pos)
+    _, cache = model.run_with_cache(read.clean, names_filter=wanted, return_type=None)
+    values = torch.full((len(moves.cells),), torch.nan, device="cpu")
+    says: list[Any] = [None] * len(values)
+    texts: list[Any] = [None] * len(values) if generate else []
+    with Progress(progress, len(values) * (2 if generate else 1), "cell", keeps=True) as advance:
+        runs = moves.runs(cache, metric=measured, max_rows=max_rows, progress=advance)
+        for run in runs:
+            values[run.number] = float(run.measured)
+            says[run.number] = _token(model, int(run.logits[0, -1].argmax()))
+        for some in _chunks(range(len(texts)), max_rows or _TOGETHER):
+            texts[some.start : some.stop] = moves.generated(some, cache, generate)
+            advance.step(len(some))
+    protocol = {"metric": said, "without_a_patch": float(runs.base.measured)}
+    protocol |= work_of([runs], read.clean)
+    protocol |= {"generated": f"{generate} tokens in each cell"} if generate else {}
+    found = Patchscope(
+        title=f"What {_shown(model, other)} says with {site} of {_shown(model, read)}, position {from_pos}, put "
+        f"into position {moves.pos}",
+        values=values.reshape([len(numbers) for numbers in moves.axes.values()]),
+        axes=moves.axes,
         unit="probability" if metric is None else "metric",
         protocol=protocol,
-        evidence="What this model can read from the activation with this prompt's help, not what it makes of it in the "
-        "source. The target prompt says things of its own, and a vector in a layer that is not its own may be misread: "
-        "compare with other sources and other targets.",
+        evidence=_EVIDENCE,
         says=says,
         generated=texts or None,
     )
+    return advance.whole(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moves:
-    """What is moved from where to where: names of sites by layer, and positions."""
+    """What is moved from where to where: names of sites by layer, and the position that it is put into."""
 
+    model: Any
+    text: ip.Batch
     sources: dict[int, str]
     targets: dict[int, str]
     same: bool
-    from_pos: int
-    to_pos: int
+    pos: int
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """Pairs of a source layer and a target layer."""
+        """Pairs of the layer that is read and the layer that it is put into."""
         every = itertools.product(self.sources, self.targets)
         return [(one, other) for one, other in every if one == other or not self.same]
 
-    def run(
-        self, model: Any, read: Tensor, into: Tensor, measured: Any, generate: int, batch_size: int
-    ) -> tuple[Tensor, list[Any], list[Any], dict[str, Any]]:
-        """Every cell's number, its likeliest token, its generated text; and how they were made."""
-        wanted = ip.at(list(self.sources.values()), pos=self.from_pos)
-        _, cache = model.run_with_cache(read, names_filter=wanted, return_type=None)
-        plain = model(into)  # [1, pos, d_vocab]
-        numbers: list[Tensor] = []
-        says: list[Any] = []
-        texts: list[Any] = []
-        parts = ip.batches(model, into.expand(len(self.cells), -1), batch_size=batch_size)
-        for part in parts:
-            cells = [self.cells[number] for number in part.numbers]
-            logits = model.run_with_hooks(part.clean, hooks=self.patches(cells, cache))
-            as_it_is = plain.expand(len(part), -1, -1)
-            alike = dataclasses.replace(part, numbers=(0,) * len(part), total=1)  # of one text
-            measure = alike.measure(measured, clean_logits=as_it_is)
-            numbers.append(measure(logits).cpu())
-            says += [_token(model, token) for token in logits[:, -1].argmax(-1).tolist()]
-            if generate:
-                with model.hooks(hooks=self.patches(cells, cache, phase="prompt")):
-                    made = model.generate(part.clean, max_new_tokens=generate, do_sample=False)
-                texts += _said(model, made[:, part.clean.shape[1] :])
-        protocol = {
-            "metric": "of the likeliest token"
-            if measured is _surest
-            else ip.metrics.label(measured),
-            "without_a_patch": float(measure(as_it_is)[0]),
-            "forwards": 2 + len(parts),
-        }
-        if generate:
-            protocol["generated"] = f"{generate} tokens in each cell"
-        return torch.cat(numbers), says, texts, protocol
+    @property
+    def axes(self) -> dict[str, list[Any]]:
+        """The axes of the result: one where each layer goes into itself."""
+        if self.same:
+            return {"layer": list(self.sources)}
+        return {"source_layer": list(self.sources), "into_layer": list(self.targets)}
 
-    def patches(
-        self, cells: Sequence[tuple[int, int]], cache: Any, phase: str | None = None
-    ) -> list[ip.Edit]:
-        """An edit for each target layer, which gives each row that belongs to it the value of its source layer."""
-        made: list[ip.Edit] = []
+    def runs(self, cache: ip.Cache, **more: Any) -> ip.VariantRuns:
+        """A run for each cell."""
+        variants = [
+            ip.Variant([ip.fill(self.targets[to], cache[self.sources[of]], pos=self.pos)])
+            for of, to in self.cells
+        ]
+        return ip.run_variants(self.model, self.text, variants, **more)
+
+    def generated(self, some: range, cache: ip.Cache, count: int) -> list[Any]:
+        """What some cells go on with; each row of a target layer has the value of its own source layer."""
+        cells, edits = self.cells[some.start : some.stop], []
         for layer, name in self.targets.items():
-            rows = [row for row, (_, target) in enumerate(cells) if target == layer]
-            if rows:
-                values = [
-                    cache[self.sources[cells[row][0]]] for row in rows
-                ]  # each [1, 1, d_model]
-                made.append(
-                    ip.fill(name, torch.cat(values), rows=rows, pos=self.to_pos, phase=phase)
-                )
-        return made
+            own = [row for row, (_, to) in enumerate(cells) if to == layer]
+            if own:
+                values = torch.cat([cache[self.sources[cells[row][0]]] for row in own])
+                edits.append(ip.fill(name, values, rows=own, pos=self.pos, phase="prompt"))
+        rows = self.text.clean.expand(len(cells), -1)
+        tokens = ip.batches(self.model, rows, batch_size=len(cells))[0].clean
+        with self.model.hooks(hooks=edits):
+            made = self.model.generate(tokens, max_new_tokens=count, do_sample=False)
+        return _said(self.model, made[:, tokens.shape[1] :])
+
+
+def _metric(answer: Any, metric: Any) -> tuple[Any, str]:
+    """What is measured, and how it is written."""
+    if answer is not None and metric is not None:
+        raise ValueError("give answer=... or metric=..., not both.")
+    if answer is not None:
+        metric = ip.metrics.probability(answer)
+    if metric is None:
+        return ip.metrics.function(_surest, last=1), "of the likeliest token"
+    return metric, ip.metrics.label(metric)
 
 
 def _surest(logits: Tensor) -> Tensor:
@@ -226,23 +239,20 @@ def _sites(model: Any, site: str, layers: Layers | None) -> dict[int, str]:
     return {place.layer: name for name, place in found.items()}
 
 
-def _one(model: Any, text: Any, what: str, prepend_bos: bool | None) -> Tensor:
-    """The tokens of a single text, [1, pos]."""
+def _one(model: Any, text: Any, what: str, prepend_bos: bool | None) -> ip.Batch:
+    """A single text."""
     parts = ip.batches(model, text, prepend_bos=prepend_bos)
     if parts[0].total > 1:
         raise ValueError(f"{what} is one text; got {parts[0].total}. Call patchscope for each.")
-    tokens: Tensor = parts[0].clean
-    return tokens
+    return parts[0]
 
 
-def _place(model: Any, tokens: Tensor, pos: int | str, what: str) -> int:
+def _place(model: Any, text: ip.Batch, pos: int | str, what: str) -> int:
     """A position in a text, counted from the front."""
     if isinstance(pos, str):
-        return int(model.get_token_position(pos, tokens[0].tolist()))
-    length = tokens.shape[1]
-    if not -length <= pos < length:
-        raise IndexError(f"{what}_pos={pos}; the {what} has {length} tokens, 0 to {length - 1}.")
-    return pos % length
+        return int(model.get_token_position(pos, text.clean[0].tolist()))
+    (place,) = entries(pos, text.clean.shape[1], "pos", what)
+    return place
 
 
 def _token(model: Any, token: int) -> Any:
@@ -256,5 +266,10 @@ def _said(model: Any, tokens: Tensor) -> list[Any]:
     return [model.tokenizer.decode(row, skip_special_tokens=True) for row in tokens.tolist()]
 
 
-def _shown(model: Any, tokens: Tensor) -> str:
-    return repr(tokens[0].tolist() if model.tokenizer is None else model.to_string(tokens[0]))
+def _shown(model: Any, text: ip.Batch) -> str:
+    tokens = text.clean[0]
+    return repr(tokens.tolist() if model.tokenizer is None else model.to_string(tokens))
+
+
+def _chunks(numbers: range, size: int) -> Iterator[range]:
+    return (numbers[at : at + size] for at in range(0, len(numbers), size))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.running import padding
+from interpose.models.running.start import Passed
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import Kept
 from interpose.sweeps.narrowing import Looks
-from interpose.taps import values
-from interpose.taps.tap import named_arguments
 
 Inputs = Mapping[str, Tensor]
 """What the module takes, each [batch, pos]."""
@@ -117,29 +114,29 @@ def refer(
     """
     together = other is not None and set(other) == set(base) and not apart
     given = {name: torch.cat([base[name], other[name]]) for name in base} if together else base  # type: ignore[index]
-    passed = _Kept()
+    passed = Passed(tower)
     caching = {"use_cache": True} if cached else no_cache(model)
     extra = {**wanted_logits(model, kept), **caching}
     # Behind the hooks of others the stream is another one than rows begin with.
     kept_anyway = () if behind else {site for site in sites if site.endswith("hook_resid_pre")}
     read = [] if other is None else [site for site in sites if site not in kept_anyway]
-    with passed.listening(tower):
+    with passed.listening():
         output, found = _run(model, given, read if together else [], extra)
     logits, batch = _taken(output, kept), base["input_ids"].shape[0]
     made = Reference(
         inputs=dict(base),
-        streams=[stream[:batch] for stream in passed.streams],
+        streams=[stream[:batch] for stream in passed.streams.values()],
         logits=logits[:batch],
         source={},
         other=logits[batch:] if together else logits,
-        shells=passed.shells,
+        shells=list(passed.shells.values()),
         sizes=passed.sizes,
         kept=kept,
         cache=_of_rows(getattr(output, "past_key_values", None), batch) if cached else None,
     )
     if other is not None and not together:
-        passed = _Kept()
-        with passed.listening(tower):
+        passed = Passed(tower)
+        with passed.listening():
             output, found = _run(
                 model, other, read, {**wanted_logits(model, kept), **no_cache(model)}
             )
@@ -163,51 +160,6 @@ def _run(
 def _taken(output: Any, kept: Kept | None) -> Tensor:
     logits = first_tensor(output)
     return logits if kept is None else kept.taken(logits)
-
-
-class _Kept:
-    """What passes at the blocks in a forward pass."""
-
-    def __init__(self) -> None:
-        self.streams: list[Tensor] = []
-        self.shells: list[Any] = []
-        self.sizes: set[int] = set()
-        self.thread = threading.get_ident()
-
-    @contextmanager
-    def listening(self, tower: Tower) -> Iterator[None]:
-        """A ``with`` block around one forward pass."""
-        with ExitStack() as stack:
-            for block in tower.blocks:
-                take = self._taking(block.sites["resid_pre"].tail.leaf)
-                # First of all, as rows join a wavefront: what torch's own hooks do there comes after.
-                handle = block.module.register_forward_pre_hook(
-                    take, prepend=True, with_kwargs=True
-                )
-                stack.callback(handle.remove)
-                stack.callback(block.module.register_forward_hook(self._after).remove)
-            yield
-
-    def _taking(self, leaf: values.Leaf) -> Callable[..., None]:
-        def take(module: nn.Module, args: Any, *rest: Any) -> None:
-            # torch writes a hook and its with_kwargs flag in two steps, and another thread may come between.
-            if not rest or threading.get_ident() != self.thread:
-                return
-            named = named_arguments(module, args, rest[0])
-            self.streams.append(values.element(named, leaf).clone())
-            for _, tensor in values.leaves(named):
-                self.sizes.update(tensor.shape[1:])
-
-        return take
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if threading.get_ident() != self.thread:
-            return
-        self.shells.append(values.mapped(output, _nothing))
-
-
-def _nothing(tensor: Tensor) -> Any:  # noqa: ARG001
-    return None
 
 
 # Arguments and KV caches.

@@ -238,7 +238,7 @@ class VariantRuns:
         else:
             assert self.tower is not None
             reader = Reader(names)
-            with self.model.hooks([*self._hooks, reader] if names else self._hooks):
+            with self.model.hooks(hooks=[*self._hooks, reader] if names else self._hooks):
                 self._reference = refer(self.model, self.tower, self.inputs, self.kept)
             logits, cache = self._reference.logits, self._cache(reader.values)
             self._reads = Reads(

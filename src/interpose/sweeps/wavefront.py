@@ -21,7 +21,7 @@ from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.models.discovery.anatomy import Block, Tower
 from interpose.models.running.segment import Stopped, stopping
-from interpose.models.running.start import Here
+from interpose.models.running.start import HandOn, Here
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import (
@@ -150,7 +150,7 @@ def _plain(
     ]
     reader = Reader(list(reads.sites))
     given |= {**wanted_logits(model, kept), **no_cache(model)}
-    with model.hooks([*hooks, reader] if reads.sites else hooks):
+    with model.hooks(hooks=[*hooks, reader] if reads.sites else hooks):
         logits = _run(model, tower, given, reads.end)
     layers = len(tower.blocks) if reads.end is None else reads.end
     return Ran(
@@ -245,13 +245,13 @@ class Wavefront:
         ]
         there = [site for site, layer in self.reads.sites.items() if layer >= self.first]
         reader = Reader(there)
-        with self.model.hooks([*hooks, reader] if there else hooks), ExitStack() as stack:
+        with self.model.hooks(hooks=[*hooks, reader] if there else hooks), ExitStack() as stack:
             self.here = Here()
             eager.hold()
             stack.callback(eager.release)
             for layer, block in enumerate(self.tower.blocks):
                 if layer < self.first:
-                    passing = _Pass(self.here, block, self.base.shells[layer])
+                    passing = HandOn(self.here.is_now, block, self.base.shells[layer])
                     bypass.bypass(block.module, passing)
                     stack.callback(bypass.unbypass, block.module, passing)
                 else:
@@ -334,20 +334,3 @@ def _unlike(count: int, sizes: set[int]) -> int:
     while any(size % count == 0 for size in sizes if size):
         count += 1
     return count
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """Around a block before the first row's: its input is its output."""
-
-    here: Here
-    block: Block
-    shell: Any
-
-    def is_wanted(self) -> bool:
-        return self.here.is_now()
-
-    def output(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
-        named = named_arguments(self.block.module, args, kwargs)
-        value = values.element(named, self.block.sites["resid_pre"].tail.leaf)
-        return values.swap(self.shell, self.block.sites["resid_post"].tail.leaf, value)

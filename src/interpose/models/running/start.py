@@ -1,4 +1,4 @@
-"""A run that begins at some block, with a given residual.
+"""A run that begins at some block, with a given residual; and what a whole run passes there, for sweeps too.
 
 The module's own forward runs, so masks, positions and everything around the blocks are its own. Before the
 start, tokens that stand for nothing pass through the embedding, blocks hand their input on without running, and
@@ -74,7 +74,7 @@ class Start:
             stack.callback(eager.release)
             self._pass_by(stack, self.root, _Silent(self))
             for block, shell in zip(self.tower.blocks[: self.layer], self.shells):
-                self._pass_by(stack, block.module, _HandOn(self, block, shell))
+                self._pass_by(stack, block.module, HandOn(self.is_silent, block, shell))
             # First among all hooks: those of users see what the run begins with.
             last = self.tower.blocks[-1].module
             handle = (
@@ -149,17 +149,21 @@ class _Silent:
 
 
 @dataclass(slots=True, eq=False)
-class _HandOn:
-    """Around a block before the start: its input is its output."""
+class HandOn:
+    """Around a block before the start: its input is its output.
 
-    start: Start
+    Attributes:
+        is_wanted: whether a call made now is to be passed by.
+        block: around which it stands.
+        shell: what the block returns, without tensors.
+    """
+
+    is_wanted: Callable[[], bool]
     block: Block
     shell: Any
 
-    def is_wanted(self) -> bool:
-        return self.start.is_silent()
-
     def output(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
+        """The block's output: the stream that came."""
         named = named_arguments(self.block.module, args, kwargs)
         value = values.element(named, self.block.sites["resid_pre"].tail.leaf)
         return values.swap(self.shell, self.block.sites["resid_post"].tail.leaf, value)
@@ -211,11 +215,10 @@ def stand_in_tokens(model: Model, *shape: int) -> Tensor:
 
 def _try(model: Model, tower: Tower, layer: int, with_tokens: bool) -> Proof:
     inputs = probe_inputs(model.root)
-    whole = _Record(tower, layer)
+    whole = Passed(tower, arguments=layer)
     with whole.listening():
         expected = first_tensor(model.module(**inputs))
-    residual = whole.residual
-    assert residual is not None
+    residual, shells = whole.streams[layer], [whole.shells.get(n) for n in range(layer)]
     axes = (0, 1)
     if not with_tokens:
         batch, length = inputs["input_ids"].shape
@@ -224,9 +227,9 @@ def _try(model: Model, tower: Tower, layer: int, with_tokens: bool) -> Proof:
         if batch not in sizes or length not in sizes:
             return Proof(problem=f"its residual has no axes for batch and position: {sizes}")
         axes = (sizes.index(batch), sizes.index(length))
-    part = _Record(tower, layer)
+    part = Passed(tower, arguments=layer)
     try:
-        with part.listening(), Start(model, tower, layer, residual, whole.shells):
+        with part.listening(), Start(model, tower, layer, residual, shells):
             found = first_tensor(model.module(**inputs))
     except Exception as error:
         reason = _reason(whole.arguments, part.arguments, with_tokens)
@@ -235,7 +238,7 @@ def _try(model: Model, tower: Tower, layer: int, with_tokens: bool) -> Proof:
     off = float((expected.float() - found.float()).abs().max() / size)
     if off > 16 * torch.finfo(expected.dtype).eps:
         return Proof(problem=_reason(whole.arguments, part.arguments, with_tokens))
-    return Proof(shells=tuple(whole.shells), axes=axes)
+    return Proof(shells=tuple(shells), axes=axes)
 
 
 def _reason(whole: Mapping[str, Tensor], part: Mapping[str, Tensor], with_tokens: bool) -> str:
@@ -255,50 +258,68 @@ def _nothing(tensor: Tensor) -> Any:  # noqa: ARG001
     return None
 
 
-class _Record:
-    """What passes at the blocks of one probe forward."""
+class Passed:
+    """What passes at the blocks in one forward pass.
 
-    def __init__(self, tower: Tower, layer: int) -> None:
+    Args:
+        tower: the blocks.
+        arguments: the block from which on what blocks are given besides the stream is kept; by default nowhere.
+
+    Attributes:
+        streams: what enters each block, as far as blocks ran; last what leaves the last, where arguments are kept.
+        shells: what each block returns, without tensors.
+        sizes: every size of an axis that blocks were given, the batch's left out.
+        arguments: by path.
+    """
+
+    def __init__(self, tower: Tower, arguments: int | None = None) -> None:
         self.tower = tower
-        self.layer = layer
-        self.residual: Tensor | None = None
-        self.shells: list[Any] = [None] * layer
+        self.start = arguments
+        self.streams: dict[int, Tensor] = {}
+        self.shells: dict[int, Any] = {}
+        self.sizes: set[int] = set()
         self.arguments: dict[str, Tensor] = {}
+        self.thread = threading.get_ident()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        """A ``with`` block around one forward pass."""
         with ExitStack() as stack:
-            for index, block in enumerate(self.tower.blocks):
-                module = block.module
-                if index < self.layer:
-                    handle = module.register_forward_hook(self._shell(index))
-                    stack.callback(handle.remove)
-                else:
-                    handle = module.register_forward_pre_hook(self._take(block), with_kwargs=True)
-                    stack.callback(handle.remove)
-            if self.layer == len(self.tower.blocks):
-                handle = self.tower.blocks[-1].module.register_forward_hook(self._last)
+            for number, block in enumerate(self.tower.blocks):
+                # First of all, as runs begin there: what torch's own hooks do comes after.
+                handle = block.module.register_forward_pre_hook(
+                    self._enters(number, block), prepend=True, with_kwargs=True
+                )
+                stack.callback(handle.remove)
+                handle = block.module.register_forward_hook(self._leaves(number, block))
                 stack.callback(handle.remove)
             yield
 
-    def _shell(self, index: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
-            self.shells[index] = values.mapped(output, _nothing)
+    def _enters(self, number: int, block: Block) -> Callable[..., None]:
+        leaf = block.sites["resid_pre"].tail.leaf
 
-        return keep
-
-    def _last(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        place = self.tower.blocks[-1].sites["resid_post"]
-        self.residual = values.element(output, place.tail.leaf).clone()
-
-    def _take(self, block: Block) -> Callable[..., None]:
-        def take(module: nn.Module, args: Any, kwargs: Any) -> None:
-            named = named_arguments(module, args, kwargs)
-            leaf = block.sites["resid_pre"].tail.leaf
-            if self.residual is None:
-                self.residual = values.element(named, leaf).clone()
+        def enters(module: nn.Module, args: Any, *rest: Any) -> None:
+            # torch writes a hook and its with_kwargs flag in two steps, and another thread may come between.
+            if not rest or threading.get_ident() != self.thread:
+                return
+            named = named_arguments(module, args, rest[0])
+            self.streams.setdefault(number, values.element(named, leaf).clone())
             for path, tensor in values.leaves(named):
-                if path != leaf:
+                self.sizes.update(tensor.shape[1:])
+                if path != leaf and self.start is not None and number >= self.start:
                     self.arguments.setdefault(".".join(map(str, path)), tensor.clone())
 
-        return take
+        return enters
+
+    def _leaves(self, number: int, block: Block) -> Callable[..., None]:
+        last = number == len(self.tower.blocks) - 1
+
+        def leaves(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+            if threading.get_ident() != self.thread:
+                return
+            self.shells[number] = values.mapped(output, _nothing)
+            if last and self.start is not None:
+                leaf = block.sites["resid_post"].tail.leaf
+                self.streams.setdefault(number + 1, values.element(output, leaf).clone())
+
+        return leaves

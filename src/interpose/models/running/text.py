@@ -99,7 +99,19 @@ class Text(Model):
                 f"{tuple(tokens.shape)}."
             )
         self._must_be_in_vocabulary(tokens)
+        self._must_have_positions(tokens.shape[1])
         return masks.moved(tokens, self.device)
+
+    def _must_have_positions(self, length: int) -> None:
+        """Refuse more tokens than a model that looks positions up has of them; one that computes them goes on."""
+        most = getattr(self._text_config(), "max_position_embeddings", None)
+        if not isinstance(most, int) or not 0 < most < length:
+            return
+        anatomy = getattr(self, "anatomy", None)
+        if anatomy is not None and anatomy.pos_embed is not None:
+            raise ValueError(
+                f"a text has {length} tokens, and the model {most} positions. Cut it: tokens[:, -{most}:] are its last."
+            )
 
     def _must_be_in_vocabulary(self, tokens: Tensor) -> None:
         """Refuse tokens that the model has no embedding for. Tokens on another device are not waited for."""
