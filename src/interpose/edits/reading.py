@@ -219,7 +219,10 @@ class _Reader:
         inner, made = place.of("mapping"), {}
         for number, (key, value) in enumerate(pairs):
             there = inner.of(number)
-            made[_KEY(self.take(key, there), there)] = self.take(value, there)
+            named = _KEY(self.take(key, there), there)
+            if isinstance(named, list):
+                raise there.wrong(named, "a name and a value, and the name no list")
+            made[named] = self.take(value, there)
         return made
 
     def _cache(self, data: Any, place: Place) -> Cache:
