@@ -9,7 +9,8 @@ import torch
 
 from interpose.edits.edit import Edit
 from interpose.experiments.experiment import Experiment
-from interpose.models.loading import _transformers, wrap
+from interpose.models.loading import _transformers
+from interpose.models.transformer import TransformerModel
 from interpose.sweeps import metrics
 from interpose.sweeps.sweep import sweep as run_sweep
 
@@ -87,7 +88,7 @@ def count() -> Iterator[str]:
     module = transformers.GPT2LMHeadModel(config).eval()
     for parameter in module.parameters():
         parameter.normal_(std=0.5)  # as it comes, most of it does next to nothing
-    model = wrap(module)
+    model = TransformerModel(module)
     clean = torch.randint(96, (1, POSITIONS))
     corrupt = clean.clone()
     corrupt[:, FIRST:] = (clean[:, FIRST:] + 1) % 96

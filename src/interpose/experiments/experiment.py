@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from interpose.edits.edit import Edit
-from interpose.engine.model import Model
 from interpose.experiments import saving, script
 from interpose.experiments.measure import Measured, measure, speaks_of_rows
 from interpose.files.schema import Place
 from interpose.models.loading import as_model, load
 from interpose.models.running.rows import read_tokens
 from interpose.models.running.text import is_text
+from interpose.models.transformer import TransformerModel
 from interpose.progress import ShowProgress
 from interpose.sweeps import sweep as sweeps
 from interpose.sweeps.metrics import as_metric
@@ -109,7 +109,7 @@ class Experiment:
 
     def run(
         self,
-        model: Model | None = None,
+        model: TransformerModel | None = None,
         *,
         device: str | torch.device | None = None,
         progress: ShowProgress = True,
@@ -145,11 +145,11 @@ class Experiment:
                 **words,
             )
 
-    def _loaded(self, device: str | torch.device | None) -> Model:
+    def _loaded(self, device: str | torch.device | None) -> TransformerModel:
         if isinstance(self.model, str):
             dtype = None if self.dtype is None else getattr(torch, self.dtype)
             return load(self.model, device=device, dtype=dtype)
-        return as_model(self.model)
+        return cast(TransformerModel, as_model(self.model))
 
     # Data.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from interpose.sweeps.metrics import Examples, Metric, as_metric, kept_by, label
 from interpose.sweeps.prompts import Batch, batches
 from interpose.sweeps.proof import others_listen
 from interpose.sweeps.reference import no_cache, wanted_logits
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 _LONGEST = 60  # letters of a text in a table
 _EVIDENCE = (
@@ -142,7 +145,7 @@ class Measured(Scores):
 
 @torch.no_grad()
 def measure(
-    model: Any,
+    model: TransformerModel,
     inputs: Any,
     metric: Metric | Callable[[Tensor], Any] | Mapping[str, Any],
     *,
@@ -217,7 +220,11 @@ def _given(inputs: Any, parts: Sequence[Batch]) -> tuple[Any, ...]:
 
 
 def _measured(
-    model: Any, part: Batch, metrics: Sequence[Metric], edits: Sequence[Any], total: int
+    model: TransformerModel,
+    part: Batch,
+    metrics: Sequence[Metric],
+    edits: Sequence[Any],
+    total: int,
 ) -> Tensor:
     """What metrics say of one batch, without edits and with them: [2, metric, example]."""
     keep = None if _sees_logits(model, edits) else kept_by(metrics)
@@ -226,8 +233,8 @@ def _measured(
     rows = torch.arange(len(tokens), device=tokens.device)
 
     def logits(hooks: Sequence[Any]) -> Tensor:
-        extra = {**wanted_logits(model, keep), **no_cache(model)}
-        found = first_tensor(model.run_with_hooks(hooks=list(hooks), **part.clean, **extra))
+        extra: dict[str, Any] = {**part.clean, **wanted_logits(model, keep), **no_cache(model)}
+        found = first_tensor(model.run_with_hooks(hooks=list(hooks), **extra))
         return found if keep is None else found[:, -keep:]
 
     plain = logits(())
@@ -242,7 +249,7 @@ def _measured(
     )
 
 
-def _sees_logits(model: Any, edits: Sequence[Any]) -> bool:
+def _sees_logits(model: TransformerModel, edits: Sequence[Any]) -> bool:
     """Whether others than metrics look at the unembedding, or may: then it has all positions."""
     if others_listen(model) or not all(isinstance(edit, Edit) for edit in edits):
         return True

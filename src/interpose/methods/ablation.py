@@ -28,7 +28,7 @@ _EVIDENCE = (
 
 
 def ablation(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     metric: Any,
@@ -108,7 +108,7 @@ def ablation(
 
 
 def _replacement(
-    model: Any,
+    model: ip.TransformerModel,
     rows: list[Tensor],
     site: str | Sequence[str],
     replace_by: str,
@@ -162,7 +162,7 @@ def _keeps_positions(rows: Any, others: Any, asked: bool | None) -> bool:
 
 @torch.no_grad()
 def _means(
-    model: Any, batches: Sequence[ip.Batch], names: list[str], apart: bool
+    model: ip.TransformerModel, batches: Sequence[ip.Batch], names: list[str], apart: bool
 ) -> dict[str, Tensor]:
     """The mean of each site over texts, [1, pos or 1, ...]."""
     sums: dict[str, Tensor] = {}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.layers import heads_of
 from interpose.progress import ShowProgress
 
 _HEAD = ("z", "q", "k", "v", "pattern")
@@ -49,7 +50,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def activation_patching(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,
@@ -134,7 +135,9 @@ def activation_patching(
     return _together(sites, found)
 
 
-def _by_key(model: Any, clean: Any, corrupt: Any, options: dict[str, Any]) -> ip.SweepResult:
+def _by_key(
+    model: ip.TransformerModel, clean: Any, corrupt: Any, options: dict[str, Any]
+) -> ip.SweepResult:
     """Single numbers of patterns: a sweep over queries for each key that they can see, pair by pair."""
     asked = options.pop("pos")
     said = {**options, "over": ("layer", "head", "pos")}
@@ -232,11 +235,11 @@ def _number(cache: Any, key: int, site: str, **place: Any) -> ip.Edit:
     return ip.patch(site, cache, at=(..., key), **place)
 
 
-def _heads(model: Any, site: str, heads: Any) -> list[int] | None:
+def _heads(model: ip.TransformerModel, site: str, heads: Any) -> list[int] | None:
     """Those of the chosen heads that a site has: with grouped queries, keys and values have fewer."""
     if heads is None:
         return None
-    count, shared = model.cfg.n_heads, model.cfg.n_key_value_heads
+    count, shared = heads_of(model), model.cfg.n_key_value_heads
     chosen = range(count)[heads] if isinstance(heads, slice) else heads
     chosen = [chosen] if isinstance(chosen, int) else chosen
     numbers = [head + count if head < 0 else head for head in chosen]

@@ -113,7 +113,7 @@ class _Pairs:
 class _Search:
     """What does not depend on the place that is searched."""
 
-    model: Any
+    model: ip.TransformerModel
     site: str
     head: int | None
     train: Sequence[ip.Batch]
@@ -127,7 +127,7 @@ class _Search:
 
 
 def alignment_search(
-    model: Any,
+    model: ip.TransformerModel,
     base: Any,
     source: Any,
     *,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.batches import work_of
-from interpose.methods.layers import Layers, around, chosen_layers, sites_in
+from interpose.methods.layers import Layers, around, chosen_layers, heads_of, sites_in
 from interpose.models.selection import Some, entries
 from interpose.progress import Progress, ShowProgress
 
@@ -29,7 +29,7 @@ Places = int | str | Sequence[int] | Sequence[str]
 
 @torch.no_grad()
 def attention_knockout(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     metric: Any,
@@ -83,7 +83,7 @@ def attention_knockout(
     there = sites_in(model, "attn_scores", None, "attention")
     layers = chosen_layers(layer, list(there), len(model.blocks), "attention")
     windows = [[n for n in around(middle, window) if n in there] for middle in layers]
-    seeing = entries(head, model.cfg.n_heads, "head", "the model")
+    seeing = entries(head, heads_of(model), "head", "the model")
     keys = _keys(batches, key) if "key" in axes else None
     each = torch.full((len(layers), len(keys or [0]), batches[0].total), torch.nan, device="cpu")
     every: list[ip.VariantRuns] = []

@@ -150,7 +150,7 @@ class AttentionPatterns(ip.Scores):
 
 
 def attention_patterns(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     layer: Some = None,

@@ -96,7 +96,7 @@ class AttributionPatching(ip.Scores):
 
 
 def attribution_patching(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,
@@ -212,7 +212,9 @@ def _protocol(found: Any, rule: Any, patch: str, hooks: Any, patched: int) -> di
     }
 
 
-def _hooks(model: Any, rule: str | Sequence[str], kinds: Sequence[str]) -> list[Any]:
+def _hooks(
+    model: ip.TransformerModel, rule: str | Sequence[str], kinds: Sequence[str]
+) -> list[Any]:
     """What the run with gradients is hooked with."""
     if rule == "gradient":
         return []
@@ -239,7 +241,7 @@ def _usual(sites: dict[str, ByLayer]) -> tuple[str, ...]:
 
 @torch.no_grad()
 def _verified(
-    model: Any,
+    model: ip.TransformerModel,
     pairs: Sequence[Any],
     metric: Any,
     sites: dict[str, ByLayer],

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from interpose.sweeps import prompts
 from interpose.sweeps.metrics import Examples, Metric, Words, as_metric, logit
 from interpose.sweeps.reference import wanted_logits
 from interpose.sweeps.variants import VariantRuns
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +37,7 @@ class Batch:
         first: the first position at which the two differ; 0 if there is nothing to compare.
     """
 
-    model: Any
+    model: TransformerModel
     clean: Tensor
     corrupt: Tensor | None
     numbers: tuple[int, ...]
@@ -116,7 +119,7 @@ class Batch:
 
 
 def batches(
-    model: Any,
+    model: TransformerModel,
     clean: Any,
     corrupt: Any = None,
     *,
@@ -161,7 +164,7 @@ def batches(
     ]
 
 
-def rows_of(model: Any, texts: Any, prepend_bos: bool | None = None) -> list[Tensor]:
+def rows_of(model: TransformerModel, texts: Any, prepend_bos: bool | None = None) -> list[Tensor]:
     """The tokens of each text, [pos], in the order they were given, none padded.
 
     Args:

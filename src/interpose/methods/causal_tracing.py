@@ -31,7 +31,7 @@ _TOKENS = 8192  # of noises that run together
 
 @torch.no_grad()
 def causal_tracing(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     subject: str | int | Sequence[int] | Sequence[str],
@@ -130,7 +130,7 @@ class _Trace:
     """One text, its clean values, and noisy runs that they are put back into."""
 
     def __init__(
-        self, model: Any, text: ip.Batch, metric: Any, site: str, blurred: list[int]
+        self, model: ip.TransformerModel, text: ip.Batch, metric: Any, site: str, blurred: list[int]
     ) -> None:
         self.model, self.text, self.metric = model, text, metric
         self.site, self.blurred = site, blurred
@@ -183,7 +183,7 @@ def _alone(batches: Sequence[Any]) -> Any:
     return batches[0]
 
 
-def _layers(model: Any, site: str) -> list[int]:
+def _layers(model: ip.TransformerModel, site: str) -> list[int]:
     """The layers that have a kind of site."""
     points = [model.hook_dict[name] for name in model.sites.select([site])]
     for point in points:
@@ -196,7 +196,7 @@ def _layers(model: Any, site: str) -> list[int]:
 
 
 def _metric(
-    model: Any, one: Any, answer: str | int | None, metric: Any
+    model: ip.TransformerModel, one: Any, answer: str | int | None, metric: Any
 ) -> tuple[Any, dict[str, str]]:
     """What is measured, and how it is written."""
     if metric is not None and answer is not None:
@@ -205,6 +205,7 @@ def _metric(
         return metric, {"metric": ip.metrics.label(metric)}
     if answer is None:
         answer = int(model(one.clean)[0, -1].argmax())
-    known = isinstance(answer, int) and one.str_tokens is not None
-    word = model.to_single_str_token(answer) if known else answer
+    word = answer
+    if isinstance(answer, int) and one.str_tokens is not None:
+        word = model.to_single_str_token(answer)
     return ip.metrics.probability(answer), {"metric": f"probability({word!r})"}

@@ -167,7 +167,7 @@ class Faithfulness(ip.Scores):
 
 
 def faithfulness(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,

@@ -98,7 +98,7 @@ class PromptComparison(ip.Scores):
 
 @torch.no_grad()
 def compare_prompts(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,
@@ -195,7 +195,9 @@ def _check(a: Any, b: Any, answer: Any, instead: Any, by: str, pos: int | None) 
         raise TypeError(f"pos is one position, a number, or None for each; got {pos!r}.")
 
 
-def _added(model: Any, tokens: Any, by: str, where: list[int] | None) -> dict[Any, Tensor]:
+def _added(
+    model: ip.TransformerModel, tokens: Any, by: str, where: list[int] | None
+) -> dict[Any, Tensor]:
     """What each component adds to the stream, [example, pos, d_model], or each head, [example, pos, head, d_model]."""
     sites: dict[Any, str] = {"embeddings": "blocks.0.hook_resid_pre"}
     if by == "head":
@@ -222,7 +224,7 @@ def _mean(some: list[Tensor], names: int) -> Tensor:
 
 
 def _attributions(
-    model: Any,
+    model: ip.TransformerModel,
     a: Any,
     b: Any,
     answer: Any,

@@ -77,7 +77,7 @@ class DirectLogitAttribution(ip.Scores):
 
 @torch.no_grad()
 def direct_logit_attribution(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     answer: Any,
@@ -152,7 +152,13 @@ class _Apart:
 
 
 def _taken_apart(
-    model: Any, batch: ip.Batch, answer: Any, instead: Any, by: str, pos: int, shown: list[int]
+    model: ip.TransformerModel,
+    batch: ip.Batch,
+    answer: Any,
+    instead: Any,
+    by: str,
+    pos: int,
+    shown: list[int],
 ) -> _Apart:
     """The parts of one batch, proven to add up."""
     stream, end = model.stream, model.stream.end

@@ -146,7 +146,7 @@ class EdgeScores(ip.Scores):
 
 
 def edge_attribution(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.layers import sites_in
 from interpose.progress import ShowProgress
 
 
@@ -59,7 +60,7 @@ class FunctionVector(ip.Scores):
 
 @torch.no_grad()
 def function_vector(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     corrupt: Any = None,
     *,
@@ -155,7 +156,9 @@ def _chosen(
     return found
 
 
-def _averages(model: Any, parts: Sequence[Any]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+def _averages(
+    model: ip.TransformerModel, parts: Sequence[Any]
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """Each head's mean over prompts at the last token.
 
     As it is handed to the output projection, by site [1, 1, head, d_head]; and as it arrives in the stream, by layer
@@ -163,10 +166,8 @@ def _averages(model: Any, parts: Sequence[Any]) -> tuple[dict[str, Tensor], dict
     """
     means, written = {}, {}
     rows = [_last_tokens(model, part.clean) for part in parts]
-    for name, site in model.sites.select("z").items():
-        z, out, added, divisor = (
-            torch.cat([row[site.layer][at] for row in rows]) for at in range(4)
-        )
+    for layer, name in sites_in(model, "z", None, "heads").items():
+        z, out, added, divisor = (torch.cat([row[layer][at] for row in rows]) for at in range(4))
         means[name] = z.mean(0)[None, None]
         # What the stream gets is out / divisor * gain: a norm's weights, a multiplier, or 1. Least squares finds it.
         normed = out / divisor
@@ -177,26 +178,26 @@ def _averages(model: Any, parts: Sequence[Any]) -> tuple[dict[str, Tensor], dict
                 "without a bias and a multiplier, so that the heads' parts of it cannot be told apart."
             )
         heads = (z / divisor[..., None]).mean(0)  # [head, d_head]
-        weight = model.blocks[site.layer].attn.W_O.to(heads)  # [head, d_head, d_model]
-        written[site.layer] = (torch.einsum("hd,hdm->hm", heads, weight) * gain).float().cpu()
+        weight = model.blocks[layer].attn.W_O.to(heads)  # [head, d_head, d_model]
+        written[layer] = (torch.einsum("hd,hdm->hm", heads, weight) * gain).float().cpu()
     return means, written
 
 
-def _last_tokens(model: Any, tokens: Tensor) -> dict[int, list[Tensor]]:
+def _last_tokens(model: ip.TransformerModel, tokens: Tensor) -> dict[int, list[Tensor]]:
     """What is needed of the last tokens, by layer.
 
     z [example, head, d_head]; what the output projection returns, and what of it reaches the stream,
     [example, d_model]; what a norm between these two divides by, [example, 1].
     """
     names = {}
-    for name, site in model.sites.select("z").items():
-        norm = f"blocks.{site.layer}.ln1_post.hook_scale"
-        names[site.layer] = [
+    for layer, name in sites_in(model, "z", None, "heads").items():
+        norm = f"blocks.{layer}.ln1_post.hook_scale"
+        names[layer] = [
             name,
             name.replace("hook_z", "hook_out"),
-            f"blocks.{site.layer}.hook_attn_out",
+            f"blocks.{layer}.hook_attn_out",
         ]
-        names[site.layer] += [norm] if norm in model.sites else []
+        names[layer] += [norm] if norm in model.sites else []
     wanted = ip.at([name for several in names.values() for name in several], pos=-1)
     _, cache = model.run_with_cache(tokens, names_filter=wanted, return_type=None)
     found = {

@@ -44,7 +44,7 @@ class Attribution(ip.Scores):
 
 
 def saliency(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     metric: Any,
@@ -98,7 +98,7 @@ def saliency(
 
 
 def gradient_times_activation(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     metric: Any,
@@ -154,7 +154,7 @@ def gradient_times_activation(
 
 
 def _attribution(
-    model: Any,
+    model: ip.TransformerModel,
     batches: Sequence[Any],
     title: str,
     metric: Any,
@@ -230,7 +230,9 @@ def must_have_gradient(metric: Any) -> None:
         )
 
 
-def sites_by_layer(model: Any, kinds: Sequence[str], layer: Some) -> dict[str, ByLayer]:
+def sites_by_layer(
+    model: ip.TransformerModel, kinds: Sequence[str], layer: Some
+) -> dict[str, ByLayer]:
     """The sites of each kind, in the layers that have all of them.
 
     Args:
@@ -251,7 +253,7 @@ def sites_by_layer(model: Any, kinds: Sequence[str], layer: Some) -> dict[str, B
     if not shared:
         raise ValueError(f"no layer has all of {', '.join(kinds)}.")
     if layer is not None:
-        said, count = ", ".join(kinds), model.cfg.n_layers
+        said, count = ", ".join(kinds), len(model.blocks)
         if shared == [None]:
             raise ValueError(f"{said}: in no layer, so that layer=... means nothing.")
         there = [one for one in shared if one is not None]
@@ -259,7 +261,7 @@ def sites_by_layer(model: Any, kinds: Sequence[str], layer: Some) -> dict[str, B
     return {kind: {one: row[one] for one in shared} for kind, row in found.items()}
 
 
-def _sites_of(model: Any, kind: str) -> list[Any]:
+def _sites_of(model: ip.TransformerModel, kind: str) -> list[Any]:
     """The sites of a kind; in a model from scratch, ``embed`` is the site and not the module of that name."""
     found = [model.sites[name] for name in model.sites.select(kind)]
     if all(site.axes for site in found):
@@ -297,7 +299,7 @@ def _words(sites: Any, over: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _run(
-    model: Any, batch: Any, metric: Any, sites: Any, hooks: Sequence[Any]
+    model: ip.TransformerModel, batch: Any, metric: Any, sites: Any, hooks: Sequence[Any]
 ) -> tuple[Any, Any, Tensor]:
     """Values and gradients of a batch, values of its baseline, and the metric of both, [2, example]."""
     names = [name for row in sites.values() for name, _ in row.values()]

@@ -34,7 +34,7 @@ KINDS = {
 
 
 def head_scores(
-    model: Any,
+    model: ip.TransformerModel,
     kind: str | Pattern = "induction",
     *,
     texts: Any = None,
@@ -109,7 +109,7 @@ def head_scores(
 
 
 @torch.no_grad()
-def _paid(model: Any, tokens: Tensor, wanted: Tensor, sites: list[str]) -> Tensor:
+def _paid(model: ip.TransformerModel, tokens: Tensor, wanted: Tensor, sites: list[str]) -> Tensor:
     """The attention that each head pays to wanted keys, added up over queries and examples, [layer, head]."""
 
     def reduced(pattern: Tensor) -> Tensor:  # as it is made, so that no more than one is ever there
@@ -149,7 +149,12 @@ def _wanted(kind: str | Pattern, tokens: Tensor) -> Tensor:
 
 
 def _said_again(
-    model: Any, length: int, repeats: int, batch: int, seed: int, prepend_bos: bool | None
+    model: ip.TransformerModel,
+    length: int,
+    repeats: int,
+    batch: int,
+    seed: int,
+    prepend_bos: bool | None,
 ) -> Tensor:
     """Random tokens, none of them special, said again and again: [batch, repeats * length], after a BOS if any."""
     if min(length, repeats, batch) < 1:
@@ -157,7 +162,8 @@ def _said_again(
             f"length, repeats and batch are at least 1; got {length}, {repeats} and {batch}."
         )
     tokenizer, config = model.tokenizer, getattr(model.module, "config", None)
-    known = min(model.cfg.d_vocab, len(tokenizer) if tokenizer is not None else model.cfg.d_vocab)
+    known = model.cfg.d_vocab or 0
+    known = known if tokenizer is None else min(known, len(tokenizer))
     special: set[Any] = set()
     for name in ("bos", "eos", "pad"):
         token = getattr(config, f"{name}_token_id", None)

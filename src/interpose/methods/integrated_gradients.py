@@ -71,7 +71,7 @@ class IntegratedGradients(ip.Scores):
 
 
 def integrated_gradients(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     metric: Any,
@@ -150,7 +150,7 @@ class _Paths:
 
     def __init__(
         self,
-        model: Any,
+        model: ip.TransformerModel,
         batch: Any,
         metric: Any,
         names: list[str],
@@ -307,7 +307,7 @@ def _words(
 
 
 def _result(
-    model: Any,
+    model: ip.TransformerModel,
     batches: Sequence[Any],
     found: Sequence[_Paths],
     parts: Sequence[Tensor],

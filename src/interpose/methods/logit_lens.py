@@ -123,7 +123,7 @@ class LogitLens(ip.Scores):
 
 @torch.no_grad()
 def logit_lens(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     site: str = "resid_post",
@@ -207,7 +207,13 @@ def logit_lens(
 
 
 def _streams(
-    model: Any, batch: ip.Batch, site: str, layers: Any, places: list[int], *, whole: bool
+    model: ip.TransformerModel,
+    batch: ip.Batch,
+    site: str,
+    layers: Any,
+    places: list[int],
+    *,
+    whole: bool,
 ) -> tuple[dict[int, Tensor], Any]:
     """The stream of each layer at some positions, [example, pos, d_model], and the model's own logits there."""
     count, length = len(model.blocks), batch.clean.shape[1]
@@ -217,7 +223,7 @@ def _streams(
     end = batch.last_logits(ip.metrics.logit(0, pos=places[0] - length))
     how = end if whole else {"return_type": None}
     logits, cache = model.run_with_cache(batch.clean, names_filter=names, pos_slice=places, **how)
-    found = {layer: cache[site, layer] for layer in wanted if (site, layer) in cache}
+    found = {layer: cache[site, layer] for layer in wanted if (site, layer) in cache}  # type: ignore[comparison-overlap]
     width = model.cfg.d_model
     if any(model.sites[name].layer is None for name in cache):
         raise ValueError(
@@ -237,7 +243,11 @@ def _streams(
 
 
 def _read(
-    model: Any, streams: dict[int, Tensor], logits: Tensor, ids: Tensor | None, top: int
+    model: ip.TransformerModel,
+    streams: dict[int, Tensor],
+    logits: Tensor,
+    ids: Tensor | None,
+    top: int,
 ) -> dict[str, Tensor]:
     """What is kept of each prediction, [example, layer, pos], or [example, layer, pos, top]."""
     own = logits.float().log_softmax(-1)  # [example, pos, d_vocab]
@@ -284,7 +294,7 @@ def _likeliest(said: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return best, tokens.gather(-1, place)
 
 
-def _logits_of(model: Any, streams: dict[int, Tensor], ids: list[int]) -> Tensor:
+def _logits_of(model: ip.TransformerModel, streams: dict[int, Tensor], ids: list[int]) -> Tensor:
     """The logits of some tokens, [example, layer, pos, token]: those columns of the unembedding alone."""
     stack = torch.stack(list(streams.values()), 1)  # [example, layer, pos, d_model]
     last = {"start_at_layer": len(model.blocks)}
@@ -292,7 +302,7 @@ def _logits_of(model: Any, streams: dict[int, Tensor], ids: list[int]) -> Tensor
         stack.flatten(0, 1), names_filter="unembed.hook_in", return_type=None, **last
     )
     said = cache["unembed.hook_in"].float() @ model.W_U[:, ids].float() + model.b_U[ids].float()
-    return model.stream.logits(said.unflatten(0, stack.shape[:2]))  # type: ignore[no-any-return]
+    return model.stream.logits(said.unflatten(0, stack.shape[:2]))
 
 
 def _positions(found: list[ip.Batch], positions: Any) -> tuple[list[int], list[list[int]]]:
@@ -332,7 +342,7 @@ def _few(logits_of: Any, answer: Any) -> list[str | int] | None:
     return few
 
 
-def _ids(model: Any, words: Sequence[str | int]) -> list[int]:
+def _ids(model: ip.TransformerModel, words: Sequence[str | int]) -> list[int]:
     ids = [int(model.to_single_token(word)) if isinstance(word, str) else word for word in words]
     count = model.W_U.shape[-1]
     if wrong := [token for token in ids if not 0 <= token < count]:
@@ -340,6 +350,6 @@ def _ids(model: Any, words: Sequence[str | int]) -> list[int]:
     return ids
 
 
-def _word(model: Any, token: int) -> str:
+def _word(model: ip.TransformerModel, token: int) -> str:
     """A token as a string; of a model without a tokenizer, its number."""
     return str(token) if model.tokenizer is None else str(model.to_single_str_token(token))

@@ -166,7 +166,7 @@ class MaxActivating(ip.Scores):
 
 
 def max_activating(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     *,
     site: str = "post",
@@ -255,7 +255,9 @@ def _digest(direction: Tensor) -> str:
     return hashlib.sha256(array("f", numbers).tobytes()).hexdigest()[:12]
 
 
-def _chunks(model: Any, texts: Any, size: int, progress: ShowProgress) -> Iterator[list[Any]]:
+def _chunks(
+    model: ip.TransformerModel, texts: Any, size: int, progress: ShowProgress
+) -> Iterator[list[Any]]:
     """Texts, a part at a time."""
     every: Iterable[Any] = [texts] if isinstance(texts, str) else texts
     if isinstance(texts, (Mapping, Tensor)) or _is_one_row(texts):
@@ -273,7 +275,7 @@ def _is_one_row(texts: Any) -> bool:
 
 
 def _values(
-    model: Any,
+    model: ip.TransformerModel,
     batch: ip.Batch,
     site: str,
     layer: int,
@@ -401,7 +403,7 @@ def _found(result: MaxActivating, sign: int, before: int) -> Found:
     }
 
 
-def _words(model: Any, tokens: Tensor) -> dict[str, str]:
+def _words(model: ip.TransformerModel, tokens: Tensor) -> dict[str, str]:
     known = [token for token in tokens.unique().tolist() if token >= 0]
     if model.tokenizer is None:
         return {str(token): f" {token}" for token in known}

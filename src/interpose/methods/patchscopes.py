@@ -87,7 +87,7 @@ class Patchscope(ip.Scores):
 
 @torch.no_grad()
 def patchscope(
-    model: Any,
+    model: ip.TransformerModel,
     source: Any,
     into: Any,
     *,
@@ -174,7 +174,7 @@ def patchscope(
 class _Moves:
     """What is moved from where to where: names of sites by layer, and the position that it is put into."""
 
-    model: Any
+    model: ip.TransformerModel
     text: ip.Batch
     sources: dict[int, str]
     targets: dict[int, str]
@@ -233,13 +233,13 @@ def _surest(logits: Tensor) -> Tensor:
     return logits[:, -1].float().softmax(-1).amax(-1)
 
 
-def _sites(model: Any, site: str, layers: Layers | None) -> dict[int, str]:
+def _sites(model: ip.TransformerModel, site: str, layers: Layers | None) -> dict[int, str]:
     """The names of a kind of site by layer."""
     found = model.sites.select(site if layers is None else ip.at(site, layer=layers))
-    return {place.layer: name for name, place in found.items()}
+    return {place.layer: name for name, place in found.items() if place.layer is not None}
 
 
-def _one(model: Any, text: Any, what: str, prepend_bos: bool | None) -> ip.Batch:
+def _one(model: ip.TransformerModel, text: Any, what: str, prepend_bos: bool | None) -> ip.Batch:
     """A single text."""
     parts = ip.batches(model, text, prepend_bos=prepend_bos)
     if parts[0].total > 1:
@@ -247,7 +247,7 @@ def _one(model: Any, text: Any, what: str, prepend_bos: bool | None) -> ip.Batch
     return parts[0]
 
 
-def _place(model: Any, text: ip.Batch, pos: int | str, what: str) -> int:
+def _place(model: ip.TransformerModel, text: ip.Batch, pos: int | str, what: str) -> int:
     """A position in a text, counted from the front."""
     if isinstance(pos, str):
         return int(model.get_token_position(pos, text.clean[0].tolist()))
@@ -255,18 +255,18 @@ def _place(model: Any, text: ip.Batch, pos: int | str, what: str) -> int:
     return place
 
 
-def _token(model: Any, token: int) -> Any:
+def _token(model: ip.TransformerModel, token: int) -> Any:
     return token if model.tokenizer is None else model.to_single_str_token(token)
 
 
-def _said(model: Any, tokens: Tensor) -> list[Any]:
+def _said(model: ip.TransformerModel, tokens: Tensor) -> list[Any]:
     """Tokens [row, pos] as texts without special tokens, or as they are if there is no tokenizer."""
     if model.tokenizer is None:
         return tokens.tolist()
     return [model.tokenizer.decode(row, skip_special_tokens=True) for row in tokens.tolist()]
 
 
-def _shown(model: Any, text: ip.Batch) -> str:
+def _shown(model: ip.TransformerModel, text: ip.Batch) -> str:
     tokens = text.clean[0]
     return repr(tokens.tolist() if model.tokenizer is None else model.to_string(tokens))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.batches import work_of
+from interpose.methods.layers import heads_of
 from interpose.progress import Progress, ShowProgress
 
 _EVIDENCE = (
@@ -33,7 +34,7 @@ Receiver = tuple[int, int, str]
 
 @torch.no_grad()
 def path_patching(
-    model: Any,
+    model: ip.TransformerModel,
     clean: Any,
     corrupt: Any,
     *,
@@ -78,7 +79,7 @@ def path_patching(
         raise ValueError(f"mlps is 'live' or 'frozen'; got {mlps!r}.")
     if corrupt is None:
         raise ValueError("path patching needs a second text: corrupt=...")
-    layers, count = _layers(model), int(model.cfg.n_heads)
+    layers, count = _layers(model), heads_of(model)
     everyone = [(layer, head) for layer in layers for head in range(count)]
     wanted = everyone if senders is None else _senders(model, senders)
     hearing = [] if receivers == "logits" else _hearing(model, receivers)
@@ -124,7 +125,13 @@ class _Paths:
     """Some pairs of texts, and what follows when senders speak to receivers."""
 
     def __init__(
-        self, model: Any, batch: Any, metric: Any, hearing: list[Receiver], frozen: bool, end: int
+        self,
+        model: ip.TransformerModel,
+        batch: Any,
+        metric: Any,
+        hearing: list[Receiver],
+        frozen: bool,
+        end: int,
     ) -> None:
         self.model, self.batch, self.metric = model, batch, metric
         self.hearing, self.end = hearing, end
@@ -186,13 +193,13 @@ class _Paths:
         return ip.Variant([telling(*one) for one in self.hearing if one[0] > sender])
 
 
-def _points(model: Any, kind: str) -> list[Any]:
+def _points(model: ip.TransformerModel, kind: str) -> list[Any]:
     """The hook points of a kind, of those blocks that have it."""
     names = [f"blocks.{layer}.{kind}" for layer in range(len(model.blocks))]
     return [model.hook_dict[name] for name in names if name in model.sites]
 
 
-def _layers(model: Any) -> range:
+def _layers(model: ip.TransformerModel) -> range:
     """All blocks, which must all have heads: what else carries values from place to place could not be held."""
     there = {point.layer() for point in _points(model, "attn.hook_z")}
     layers = range(len(model.blocks))
@@ -206,11 +213,10 @@ def _layers(model: Any) -> range:
     return layers
 
 
-def _known(model: Any, heads: Sequence[Head], kind: str = "z") -> list[Head]:
+def _known(model: ip.TransformerModel, heads: Sequence[Head], kind: str = "z") -> list[Head]:
     """Heads that there are, negative layers counted from the end."""
     layers = len(model.blocks)
-    shared = model.cfg.n_key_value_heads if kind in ("k", "v") else None
-    count = shared or model.cfg.n_heads
+    count = heads_of(model, kind)
     for layer, head in heads:
         if not (-layers <= layer < layers and 0 <= head < count):
             what = "key-value heads" if kind in ("k", "v") else "heads"
@@ -220,13 +226,13 @@ def _known(model: Any, heads: Sequence[Head], kind: str = "z") -> list[Head]:
     return [(layer % layers, head) for layer, head in heads]
 
 
-def _senders(model: Any, senders: Sequence[Head]) -> list[Head]:
+def _senders(model: ip.TransformerModel, senders: Sequence[Head]) -> list[Head]:
     if not senders or any(not isinstance(one, (tuple, list)) or len(one) != 2 for one in senders):
         raise ValueError(f"senders are heads as (layer, head): [(5, 1), (5, 3)]; got {senders!r}.")
     return _known(model, senders)
 
 
-def _hearing(model: Any, receivers: str | Sequence[Receiver]) -> list[Receiver]:
+def _hearing(model: ip.TransformerModel, receivers: str | Sequence[Receiver]) -> list[Receiver]:
     found: list[Receiver] = []
     for one in receivers:
         if not isinstance(one, (tuple, list)) or len(one) != 3 or one[2] not in ("q", "k", "v"):

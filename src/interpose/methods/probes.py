@@ -139,7 +139,7 @@ class ProbeScores(ip.Scores):
 
 
 def probe(
-    model: Any,
+    model: ip.TransformerModel,
     texts: Any,
     labels: Sequence[Any] | Tensor,
     *,
@@ -255,7 +255,12 @@ def _result(
 
 
 def _features(
-    model: Any, batch: ip.Batch, site: str, layers: Sequence[int], pos: Any, head: int | None
+    model: ip.TransformerModel,
+    batch: ip.Batch,
+    site: str,
+    layers: Sequence[int],
+    pos: Any,
+    head: int | None,
 ) -> Tensor:
     """What a batch has at the position, [layer, example, unit], from one run."""
     if not isinstance(pos, (int, str)):

@@ -46,7 +46,9 @@ class Linearised(list[Any]):
         self.rules[rule] = self.rules.get(rule, 0) + 1
 
 
-def relp(model: Any, *, rules: str | Sequence[str] = ("norm", "activation", "gate")) -> Linearised:
+def relp(
+    model: ip.TransformerModel, *, rules: str | Sequence[str] = ("norm", "activation", "gate")
+) -> Linearised:
     """Hooks under which the backward pass follows the rules of RelP, and the forward pass is as ever.
 
     ```python
@@ -91,7 +93,7 @@ def relp(model: Any, *, rules: str | Sequence[str] = ("norm", "activation", "gat
 # Norms.
 
 
-def _norm(model: Any, found: Linearised, at: str, names: Any) -> None:
+def _norm(model: ip.TransformerModel, found: Linearised, at: str, names: Any) -> None:
     name, scale = f"{at}hook_normalized", f"{at}hook_scale"
     if scale not in names:
         found.left.append(f"{name}: {model.sites.absent.get(scale, 'its scale is not known')}")
@@ -183,7 +185,7 @@ def _detached(value: Tensor) -> Tensor:
     return value.detach()
 
 
-def _left(model: Any, names: Any, chosen: Sequence[str]) -> list[str]:
+def _left(model: ip.TransformerModel, names: Any, chosen: Sequence[str]) -> list[str]:
     """What the rules do not reach, with the reason."""
     kinds = {"mlp.hook_post": {"activation", "gate"}, "attn.hook_q": {"attention"}}
     reasons = [
@@ -196,7 +198,7 @@ def _left(model: Any, names: Any, chosen: Sequence[str]) -> list[str]:
     return reasons + (_norms_without_sites(model, names) if "norm" in chosen else [])
 
 
-def _norms_without_sites(model: Any, names: Any) -> list[str]:
+def _norms_without_sites(model: ip.TransformerModel, names: Any) -> list[str]:
     """Norms inside blocks that no rule knows of, such as those of queries and keys; each said once for all blocks."""
     known = {id(model.hook_dict[name].module) for name in names if name.endswith("hook_normalized")}
     found: dict[str, None] = {}

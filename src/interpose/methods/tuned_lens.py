@@ -59,7 +59,7 @@ class TunedLens(ip.Result):
 
     @staticmethod
     def fit(
-        model: Any,
+        model: ip.TransformerModel,
         texts: Any,
         *,
         steps: int = 250,
@@ -123,7 +123,7 @@ class TunedLens(ip.Result):
         """A layer's stream, [..., d_model], as the last layer would have it."""
         return _translated(stream, self.matrices[layer], self.offsets[layer])
 
-    def __call__(self, model: Any, texts: Any, **options: Any) -> LogitLens:
+    def __call__(self, model: ip.TransformerModel, texts: Any, **options: Any) -> LogitLens:
         """What `ip.logit_lens` shows, read through these maps; ``options`` are its own."""
         _must_fit(self, model)
         if options.get("site", "resid_post") != "resid_post":
@@ -147,7 +147,7 @@ class TunedLens(ip.Result):
             yield {"layer": layer, "first": first, "value": last}
 
     @classmethod
-    def load(cls, path: str | Path, model: Any = None) -> TunedLens:
+    def load(cls, path: str | Path, model: ip.TransformerModel | None = None) -> TunedLens:
         """What `save` wrote, for a model of the same shape, on its device.
 
         Args:
@@ -164,7 +164,7 @@ class TunedLens(ip.Result):
         return dataclasses.replace(found, **maps)
 
 
-def _must_fit(lens: TunedLens, model: Any) -> None:
+def _must_fit(lens: TunedLens, model: ip.TransformerModel) -> None:
     other = _shape(model)
     if other != lens.shape:
         said, there = (
@@ -174,7 +174,7 @@ def _must_fit(lens: TunedLens, model: Any) -> None:
         raise ValueError(f"this lens was trained for a model with {said}; this one has {there}.")
 
 
-def _shape(model: Any) -> dict[str, int]:
+def _shape(model: ip.TransformerModel) -> dict[str, int]:
     width, vocabulary = model.W_U.shape
     return {"layers": len(model.blocks), "width": int(width), "vocabulary": int(vocabulary)}
 
@@ -184,7 +184,7 @@ def _translated(stream: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
     return (wide + wide @ matrix + offset).to(stream.dtype)
 
 
-def _gradients(model: Any, tokens: Tensor, maps: list[Tensor]) -> Tensor:
+def _gradients(model: ip.TransformerModel, tokens: Tensor, maps: list[Tensor]) -> Tensor:
     """Put the gradients of each layer's divergence into the maps, and return the divergences, [layer]."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens, names_filter="resid_post")

@@ -143,7 +143,7 @@ class Wiring:
         layers: its blocks.
     """
 
-    model: Any
+    model: ip.TransformerModel
     graph: Graph
     layers: list[Layer]
 
@@ -225,7 +225,7 @@ class Wiring:
         return made.add_((per - less) * bias / layer.heads)
 
 
-def wiring(model: Any) -> Wiring:
+def wiring(model: ip.TransformerModel) -> Wiring:
     """The wiring of a model; `ip.Unsupported` says why it cannot be followed."""
     stream, added = model.stream, dict[int, dict[str, ip.Branch]]()
     for branch in stream.branches:
@@ -290,7 +290,7 @@ def same(one: Tensor, other: Tensor, what: str, dtype: torch.dtype | None = None
         )
 
 
-def _shared(model: Any, weight: Tensor) -> int:
+def _shared(model: ip.TransformerModel, weight: Tensor) -> int:
     """How many keys heads [head, ...] have: a model from scratch repeats those that are shared."""
     heads = len(weight)
     if (weight[1:] != weight[:-1]).flatten(1).any(1).all():
@@ -305,7 +305,9 @@ def _tokens(value: Tensor, some: slice) -> Tensor:
     return wide(value.flatten(0, 1)[some])
 
 
-def _need(model: Any, at: str, norm: ip.Formula | None, added: Mapping[str, ip.Branch]) -> None:
+def _need(
+    model: ip.TransformerModel, at: str, norm: ip.Formula | None, added: Mapping[str, ip.Branch]
+) -> None:
     inside = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "hook_attn_in")
     inputs = ("hook_q_input", "hook_k_input", "hook_v_input", "attn.hook_result")
     needed = [f"{at}{name}" for name in (*inside, "hook_attn_out", *inputs)]
@@ -320,7 +322,7 @@ def _need(model: Any, at: str, norm: ip.Formula | None, added: Mapping[str, ip.B
             )
 
 
-def _mlp_site(model: Any, number: int) -> str:
+def _mlp_site(model: ip.TransformerModel, number: int) -> str:
     """Where the MLP of a block reads: the stream, or what the norm of attention returns."""
     if f"blocks.{number}.hook_mlp_in" in model.hook_dict:
         return f"blocks.{number}.hook_mlp_in"

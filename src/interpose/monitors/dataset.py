@@ -13,6 +13,7 @@ from interpose.engine.hooks import Hook
 from interpose.engine.model import Model
 from interpose.models.running import masks
 from interpose.models.running.rows import as_arguments
+from interpose.models.transformer import TransformerModel
 from interpose.progress import Progress, ShowProgress, count
 from interpose.sweeps import prompts
 
@@ -56,7 +57,7 @@ def _batches(model: Model, loader: Iterable[Any]) -> Iterable[Any]:
     texts = isinstance(loader, (str, Mapping)) or (
         isinstance(loader, Tensor) and not loader.is_floating_point()
     )
-    if not texts or not hasattr(model, "to_tokens"):
+    if not texts or not isinstance(model, TransformerModel):
         return loader
     return [
         part.clean

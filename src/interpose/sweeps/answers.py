@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from interpose.taps import bypass
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Kept:
 
 @contextmanager
 def only(
-    model: Any, tokens: Tensor | None, *, kept: Kept | None = None, finer: bool = False
+    model: TransformerModel, tokens: Tensor | None, *, kept: Kept | None = None, finer: bool = False
 ) -> Iterator[Columns | None]:
     """A ``with`` block in which runs of a model compute the logits of some tokens alone, in their order.
 
@@ -65,8 +68,9 @@ def only(
     if tokens is None and kept is None:
         yield None
         return
-    module = model.anatomy.unembed.module
-    weight, bias = module.weight, module.bias
+    module = unembedding(model)
+    weight: Tensor = module.weight
+    bias: Tensor | None = module.bias
     if tokens is not None:
         weight, bias = weight[tokens], None if bias is None else bias[tokens]
     columns = Columns(threading.get_ident(), weight, bias, kept, finer and tokens is not None)
@@ -77,13 +81,21 @@ def only(
         bypass.unbypass(module, columns)
 
 
-def can_be_picked(model: Any) -> bool:
+def can_be_picked(model: TransformerModel) -> bool:
     """Whether the unembedding is a plain linear map."""
     place = model.anatomy.unembed
     return place is not None and type(place.module) is nn.Linear
 
 
-def others_look(model: Any, sites: Iterable[str] = ()) -> bool:
+def unembedding(model: TransformerModel) -> nn.Linear:
+    """The unembedding of a model of which `can_be_picked` is true."""
+    place = model.anatomy.unembed
+    assert place is not None
+    assert isinstance(place.module, nn.Linear)
+    return place.module
+
+
+def others_look(model: TransformerModel, sites: Iterable[str] = ()) -> bool:
     """Whether somebody else than metrics looks at the unembedding: sites of it, or hooks of torch on it."""
     place = model.anatomy.unembed
     if place is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from interpose.errors import Unsupported
 from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
-from interpose.sweeps.answers import Kept, only
+from interpose.sweeps.answers import Kept, only, unembedding
 from interpose.sweeps.cells import Cell, Change, Changes, Row, acted, patch, sent
 from interpose.sweeps.metrics import Examples, Metric, all_looked_at, function, kept_by
 from interpose.sweeps.narrowing import Filled, Looks, looked_at, together
@@ -23,6 +23,9 @@ from interpose.sweeps.proof import Proof, may_begin_late, others_listen, prove, 
 from interpose.sweeps.reading import Reading, precisions
 from interpose.sweeps.reference import Reference, refer
 from interpose.sweeps.wavefront import run_rows
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 PLANS = ("auto", "wavefront", "batches", "one per cell")
 
@@ -46,7 +49,7 @@ class Task:
         whole_logits: whether every logit is computed, since others than metrics look at the unembedding, or may.
     """
 
-    model: Any
+    model: TransformerModel
     tower: Tower
     cells: Sequence[Cell]
     metrics: Sequence[Metric]
@@ -135,9 +138,7 @@ def run(task: Task, batch: Batch, step: Callable[[int], bool]) -> Found:
             clean=base.other if backwards else base.logits,
             mask=given.get("attention_mask"),
         )
-        own = (
-            base.logits.dtype if columns is None else task.model.anatomy.unembed.module.weight.dtype
-        )
+        own = base.logits.dtype if columns is None else unembedding(task.model).weight.dtype
         ends = [_End.of(task, given, examples, base.logits, own)]
         if other is not None:
             mask = other.get("attention_mask")
@@ -329,7 +330,9 @@ def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grai
 # Plans.
 
 
-def plan_of(model: Any, cells: Sequence[Changes], asked: str, proof: Proof) -> tuple[str, str]:
+def plan_of(
+    model: TransformerModel, cells: Sequence[Changes], asked: str, proof: Proof
+) -> tuple[str, str]:
     """The plan, and why no faster one."""
     outside = next((cell.sites[0] for cell in cells if cell.layer < 0), None)
     why = f"{outside} is in no block" if outside is not None else proof.wavefront

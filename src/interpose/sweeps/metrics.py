@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from interpose.errors import Unsupported
 from interpose.files.schema import ANYTHING, MapOf, Place, record_of, shown
 from interpose.models.running.forward import next_token_loss
 from interpose.sweeps.narrowing import Filled
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 Word = str | int
 """A token, as a string or an id."""
@@ -40,7 +43,7 @@ class Examples:
         mask: [example, pos], 0 where there is padding; None if there is none.
     """
 
-    model: Any
+    model: TransformerModel
     tokens: Tensor
     numbers: Sequence[int]
     total: int
@@ -329,14 +332,16 @@ class function(Metric):
         return measure
 
 
-def _must_be_tokens(ids: Sequence[int], model: Any, what: str) -> None:
+def _must_be_tokens(ids: Sequence[int], model: TransformerModel, what: str) -> None:
     """Refuse numbers that are no tokens; the model is looked at only where its config leaves a doubt."""
     config = getattr(model.module, "config", None)
     if min(ids) >= 0 and max(ids) < (getattr(config, "vocab_size", None) or 0):
         return
     count = model.cfg.d_vocab
-    wrong = next((token for token in ids if not 0 <= token < (count or token + 1)), None)
-    if wrong is not None:
+    wrong = next(
+        (token for token in ids if not 0 <= token < (token + 1 if count is None else count)), None
+    )
+    if wrong is not None and count is not None:
         raise ValueError(f"{what} has token {wrong}, and the model tokens 0 to {count - 1}.")
 
 

@@ -8,7 +8,7 @@ rounding may make them, at random, and at the end the logits are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +18,13 @@ from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import Kept
 from interpose.sweeps.reference import no_cache, wanted_logits
 
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
+
 DRAWS = 16
 
 
-def grain(model: Any, *values: Tensor) -> float | None:
+def grain(model: TransformerModel, *values: Tensor) -> float | None:
     """The distance from 1 to the next number that a model computes with, where that is far; None in 32 bits.
 
     Args:
@@ -43,7 +46,7 @@ def blurred(value: Tensor, grain: float, generator: torch.Generator) -> Tensor:
 
 
 def blurred_logits(
-    model: Any,
+    model: TransformerModel,
     layers: int,
     inputs: Mapping[str, Tensor],
     kept: Kept | None,

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from interpose import names
 from interpose.errors import Unsupported
 from interpose.models import selection
 from interpose.sweeps.cells import Cell
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 AXES = ("site", "layer", "head", "neuron", "pos")
 _OF_KEYS = ("k", "v", "rot_k", "k_input", "v_input")  # as many heads as keys and values have
@@ -31,7 +34,7 @@ class Places:
             all places then have.
     """
 
-    model: Any
+    model: TransformerModel
     sites: Any
     over: tuple[str, ...]
     chosen: dict[str, Any]

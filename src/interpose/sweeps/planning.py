@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interpose.models.knowledge import known
 from interpose.sweeps.cells import Cell
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 _MOST_BOUNDS = 96  # positions at which groups may begin: more are tried together
 
@@ -144,7 +147,7 @@ class Sizes:
     device: torch.device
 
     @staticmethod
-    def of(model: Any) -> Sizes:
+    def of(model: TransformerModel) -> Sizes:
         """Those of a model, looked for once."""
         parameter = next(model.module.parameters())
         size, device = parameter.element_size(), parameter.device

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from interpose.models.running.masks import remember
 from interpose.models.running.rows import Row, read
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Batch:
 
 
 def batches(
-    model: Any,
+    model: TransformerModel,
     clean: Any,
     corrupt: Any,
     *,
@@ -95,7 +98,7 @@ def _length(row: Row) -> int:
     return len(row["input_ids"])
 
 
-def _stacked(model: Any, rows: Sequence[Row], length: int) -> dict[str, Tensor]:
+def _stacked(model: TransformerModel, rows: Sequence[Row], length: int) -> dict[str, Tensor]:
     """What the module takes for rows, shorter ones padded at the left."""
     holes = any("attention_mask" in row for row in rows)
     short = any(_length(row) < length for row in rows)
@@ -137,7 +140,7 @@ def _batch(
     return Batch(numbers=tuple(numbers), clean=clean, corrupt=corrupt, first=first)
 
 
-def _must_match(model: Any, rows: Sequence[Row], others: Sequence[Row]) -> None:
+def _must_match(model: TransformerModel, rows: Sequence[Row], others: Sequence[Row]) -> None:
     """Refuse pairs whose tokens are not beside each other, and show them."""
     for number, (row, other) in enumerate(zip(rows, others)):
         if _length(row) != _length(other):
@@ -148,7 +151,7 @@ def _must_match(model: Any, rows: Sequence[Row], others: Sequence[Row]) -> None:
             )
 
 
-def _shown(model: Any, row: Row) -> str:
+def _shown(model: TransformerModel, row: Row) -> str:
     tokens = row["input_ids"].tolist()
     if model._tokenizer_or_none() is None:
         return str(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from interpose.sweeps.reference import refer
 from interpose.sweeps.wavefront import run_rows
 from interpose.taps import context
 
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
@@ -36,7 +39,7 @@ class Proof:
     """Why, if they can, not in float32 beside the model's own in 16 bits."""
 
 
-def prove(model: Any) -> Proof:
+def prove(model: TransformerModel) -> Proof:
     """Find out how the rows of a sweep may run on a model as it is now."""
 
     def find_out() -> Proof:
@@ -46,12 +49,12 @@ def prove(model: Any) -> Proof:
     return known(model, "sweeps", find_out)
 
 
-def others_listen(model: Any) -> bool:
+def others_listen(model: TransformerModel) -> bool:
     """Whether hooks of somebody else are on the model: they may count on its batch and positions."""
     return bool(model.list_hooks() or context.current().scopes)
 
 
-def strangers(model: Any) -> bool:
+def strangers(model: TransformerModel) -> bool:
     """Whether somebody's hooks of torch are on the model: a proof on a short text may not show what they do."""
     return any(home_of(hook) not in _MACHINERY for hook in foreign_hooks(model.root))
 
@@ -60,7 +63,7 @@ _MACHINERY = ("torch", "transformers", "accelerate")
 """Packages whose hooks move weights and note outputs, and leave values as they are."""
 
 
-def tower_of(model: Any) -> Tower | None:
+def tower_of(model: TransformerModel) -> Tower | None:
     """The blocks whose rows can join one after another."""
     tower = main_tower(model.anatomy)
     shapes = [block.shape for block in tower.blocks] if tower is not None else []
@@ -77,7 +80,11 @@ _OVER_KEYS = ("attn_scores", "pattern")
 
 
 def may_begin_late(
-    model: Any, cells: Sequence[Cell], edit: Callable[[Cell], Any] | None, *, grows: bool
+    model: TransformerModel,
+    cells: Sequence[Cell],
+    edit: Callable[[Cell], Any] | None,
+    *,
+    grows: bool,
 ) -> bool:
     """Whether a cell's position is the first that it changes, and values at later ones can be told by their places.
 
@@ -106,7 +113,7 @@ def _is_placeless(edit: Any, cell: Cell) -> bool:
     return not any(isinstance(one, Mapping) or getattr(one, "ndim", 0) > 1 for one in given)
 
 
-def _try(model: Any) -> Proof:
+def _try(model: TransformerModel) -> Proof:
     tower = tower_of(model)
     inputs = {k: v for k, v in probe_inputs(model.root).items() if isinstance(v, Tensor)}
     if tower is None or set(inputs) != {"input_ids"}:
@@ -177,7 +184,7 @@ def _allowed(single: Tensor, base: Tensor) -> float:
     return max(1e-5 * effect, rounding)
 
 
-def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
+def _answers(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:
     """Whether logits of some tokens and positions are those of the unembedding's columns, whatever comes after it."""
     if not can_be_picked(model) or others_look(model):
         return "the unembedding is no plain linear map, or hooks of torch are on it"
@@ -195,7 +202,7 @@ def _answers(model: Any, tokens: Tensor, logits: Tensor) -> str:
     return "" if same else "logits are more than the unembedding's columns"
 
 
-def _finer(model: Any, tokens: Tensor) -> str:
+def _finer(model: TransformerModel, tokens: Tensor) -> str:
     """Whether the unembedding gives the logits themselves, which nothing caps or scales: then float32 needs no more."""
     try:
         with only(model, torch.tensor([2, 5], device=tokens.device), finer=True) as columns:
@@ -207,7 +214,7 @@ def _finer(model: Any, tokens: Tensor) -> str:
     return "" if same else "logits are more than the unembedding gives"
 
 
-def _causal(model: Any, tokens: Tensor) -> str:
+def _causal(model: TransformerModel, tokens: Tensor) -> str:
     """Whether a token moves what comes before it."""
     other = tokens.clone()
     other[:, -1] = tokens[:, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from interpose.models.running.start import Passed
 from interpose.models.running.trial import first_tensor
 from interpose.sweeps.answers import Kept
 from interpose.sweeps.narrowing import Looks
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 Inputs = Mapping[str, Tensor]
 """What the module takes, each [batch, pos]."""
@@ -72,7 +75,7 @@ class Reference:
         self.logits = looks.of(self.logits)
         self.other = self.logits if one else looks.of(self.other)
 
-    def prefix(self, model: Any, end: int) -> Any:
+    def prefix(self, model: TransformerModel, end: int) -> Any:
         """A KV cache of the positions before ``end``."""
         if self.grows:
             return self.cache
@@ -88,7 +91,7 @@ class Reference:
 
 
 def refer(
-    model: Any,
+    model: TransformerModel,
     tower: Tower,
     base: Inputs,
     kept: Kept | None,
@@ -149,7 +152,7 @@ def refer(
 
 
 def _run(
-    model: Any, inputs: Inputs, sites: Sequence[str], extra: dict[str, Any]
+    model: TransformerModel, inputs: Inputs, sites: Sequence[str], extra: dict[str, Any]
 ) -> tuple[Any, Mapping[str, Tensor]]:
     if not sites:
         return model.module(**inputs, **extra), {}
@@ -165,14 +168,14 @@ def _taken(output: Any, kept: Kept | None) -> Tensor:
 # Arguments and KV caches.
 
 
-def wanted_logits(model: Any, kept: Kept | int | None) -> dict[str, Any]:
+def wanted_logits(model: TransformerModel, kept: Kept | int | None) -> dict[str, Any]:
     """The argument that asks for the last logits alone, where the module has it; None asks for all."""
     if kept is None or not padding.accepts(model, "logits_to_keep"):
         return {}
     return {"logits_to_keep": kept.count if isinstance(kept, Kept) else kept}
 
 
-def no_cache(model: Any) -> dict[str, Any]:
+def no_cache(model: TransformerModel) -> dict[str, Any]:
     """The argument that keeps a module from filling a KV cache, where it has it."""
     return {"use_cache": False} if padding.accepts(model, "use_cache", outright=False) else {}
 

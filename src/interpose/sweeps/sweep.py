@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,13 @@ from interpose.sweeps.prompts import Batch, batches
 from interpose.sweeps.proof import others_listen, prove, tower_of
 from interpose.sweeps.result import SweepResult
 
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
+
 
 @torch.no_grad()
 def sweep(
-    model: Any,
+    model: TransformerModel,
     clean: Any,
     corrupt: Any = None,
     *,
@@ -117,7 +120,7 @@ def sweep(
 class _Sweep:
     """What is to be done, whatever the examples."""
 
-    model: Any
+    model: TransformerModel
     places: Places
     metrics: dict[str, Any]
     edit: Callable[..., Any] | None
@@ -255,7 +258,7 @@ def _goes_on(bar: Progress, count: int) -> bool:
     return bar.ended is None
 
 
-def _together(model: Any, size: int) -> int:
+def _together(model: TransformerModel, size: int) -> int:
     """How many examples run together: one, where rows of a batch are not independent."""
     alone = tower_of(model) is not None and bool(prove(model).batches)
     return min(size, 1) if alone else size

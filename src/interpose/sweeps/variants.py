@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.proof import prove, tower_of
 from interpose.sweeps.reference import refer, wanted_logits
 from interpose.sweeps.wavefront import Reader, Reads, run_rows
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class VariantRun(NamedTuple):
 
 
 def run_variants(
-    model: Any,
+    model: TransformerModel,
     texts: Any,
     variants: Sequence[Variant],
     *,
@@ -149,7 +152,7 @@ class VariantRuns:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerModel,
         inputs: Mapping[str, Tensor],
         variants: Sequence[Variant],
         *,
@@ -397,7 +400,7 @@ class _Placed:
         return tuple(self.acts)
 
 
-def _acts(model: Any, item: Any) -> list[_Act]:
+def _acts(model: TransformerModel, item: Any) -> list[_Act]:
     hook = as_hook(item)
     if isinstance(hook, (skip, TorchHook)) or "fwd" not in hook.directions():
         raise TypeError(

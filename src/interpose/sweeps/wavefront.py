@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from interpose.sweeps.reference import Reference, no_cache, rows_of_cache, wante
 from interpose.taps import bypass, eager, values
 from interpose.taps.context import Whereabouts
 from interpose.taps.tap import given_arguments, named_arguments
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ NOTHING = Reads()
 
 
 def run_rows(
-    model: Any,
+    model: TransformerModel,
     tower: Tower,
     base: Reference,
     cells: Sequence[Changes],
@@ -132,7 +135,7 @@ def run_rows(
 
 
 def _plain(
-    model: Any,
+    model: TransformerModel,
     tower: Tower,
     base: Reference,
     cells: Sequence[Changes],
@@ -160,7 +163,9 @@ def _plain(
     )
 
 
-def _run(model: Any, tower: Tower, given: Mapping[str, Any], end: int | None) -> Tensor:
+def _run(
+    model: TransformerModel, tower: Tower, given: Mapping[str, Any], end: int | None
+) -> Tensor:
     """The module's logits; nothing if the run ends before a block."""
     with stopping(tower, end) as here:
         try:
@@ -198,7 +203,7 @@ class Wavefront:
 
     def __init__(
         self,
-        model: Any,
+        model: TransformerModel,
         tower: Tower,
         base: Reference,
         cells: Sequence[Changes],

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from interpose.errors import Unsupported
 from interpose.models.batching.packed import Packed, Span, packed
 from interpose.models.knowledge import known
 from interpose.taps.context import stand_down, stand_up
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 _MOST_ROWS = 1024
 """Rows per pass unless asked otherwise: without flash attention every row looks at every request's keys."""
@@ -198,7 +201,7 @@ def random_state_kept() -> Iterator[None]:
 # The proof.
 
 
-def prove(model: Any, config: Any, prompts: Mapping[int, Sequence[int]]) -> None:
+def prove(model: TransformerModel, config: Any, prompts: Mapping[int, Sequence[int]]) -> None:
     """Refuse a model that computes something else for packed tokens: a few tokens are tried, once per model.
 
     Such models are many (a layer keeps its state elsewhere, a kernel drops an argument), and most of

@@ -8,7 +8,7 @@ for padding alone tells, or rows that end as padding would are asked about.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from interpose.engine.points import HookPoint
 from interpose.models.batching import packed
 from interpose.sites.axes import TEXT
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 # By their storage, which views share: the mask, the type of the tokens, and how often they had been written to.
 _REMEMBERED: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
@@ -112,7 +115,7 @@ def mask_at(hook: HookPoint, axis: int | None) -> Tensor | None:
     return found
 
 
-def _must_not_look_padded(model: Any, tokens: Tensor) -> None:
+def _must_not_look_padded(model: TransformerModel, tokens: Tensor) -> None:
     """Refuse rows that begin or end with what padding is filled with, in other numbers than all other rows do.
 
     One such token at the same end of every row is a BOS or an EOS. Two are none in any language.
@@ -129,7 +132,7 @@ def _must_not_look_padded(model: Any, tokens: Tensor) -> None:
             raise ValueError(_question(model, tokens, side, row, int(runs[row]), token))
 
 
-def _fillers(model: Any) -> list[int]:
+def _fillers(model: TransformerModel) -> list[int]:
     """The tokens that padding may be of while they may be text as well."""
     if model._pad_alone() is not None:
         return []  # padding is that one
@@ -140,7 +143,9 @@ def _fillers(model: Any) -> list[int]:
     return sorted({token for token in known if isinstance(token, int) and token >= 0})
 
 
-def _question(model: Any, tokens: Tensor, side: str, row: int, count: int, token: int) -> str:
+def _question(
+    model: TransformerModel, tokens: Tensor, side: str, row: int, count: int, token: int
+) -> str:
     shown = f"token {token}"
     if model._tokenizer_or_none() is not None:
         shown = repr(model.to_single_str_token(token))

@@ -8,15 +8,19 @@ tells, `masks.must_be_known` asks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from interpose.engine.model import Model
 from interpose.errors import Unsupported
 from interpose.models.running import masks
 from interpose.models.running.padding import accepts
 from interpose.models.running.text import raise_empty, texts_in
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 Row = dict[str, Tensor]
 """What the module takes for one text, each [pos]: ``input_ids``, and what a mapping has besides.
@@ -36,7 +40,7 @@ _BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "l
 
 
 def read(
-    model: Any, given: Any, prepend_bos: bool | None = None, *, truncate: bool = False
+    model: TransformerModel, given: Any, prepend_bos: bool | None = None, *, truncate: bool = False
 ) -> list[Row]:
     """Each text as a row of its own, in the order they were given.
 
@@ -53,7 +57,9 @@ def read(
     return found
 
 
-def _read(model: Any, given: Any, prepend_bos: bool | None, truncate: bool) -> list[Row]:
+def _read(
+    model: TransformerModel, given: Any, prepend_bos: bool | None, truncate: bool
+) -> list[Row]:
     if isinstance(given, Mapping):
         return _of_mapping(model, given)
     given = given if isinstance(given, (str, Tensor)) else list(given)
@@ -64,7 +70,7 @@ def _read(model: Any, given: Any, prepend_bos: bool | None, truncate: bool) -> l
     return _without_padding({"input_ids": tokens}, _known(model, tokens), model.device)
 
 
-def must_read_text(model: Any) -> None:
+def must_read_text(model: TransformerModel) -> None:
     """Refuse what cannot run texts: every method that takes texts asks here."""
     module = getattr(model, "module", model)
     name = type(module).__name__
@@ -123,7 +129,7 @@ def as_arguments(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_texts(
-    model: Any, texts: Sequence[str], prepend_bos: bool | None, truncate: bool
+    model: TransformerModel, texts: Sequence[str], prepend_bos: bool | None, truncate: bool
 ) -> list[Row]:
     found = model._encode(texts, prepend_bos, truncate)
     if not all(found):
@@ -138,7 +144,7 @@ def _of_texts(
     return _without_padding({"input_ids": tokens}, [None] * len(tokens), model.device)
 
 
-def _of_mapping(model: Any, given: Mapping[str, Any]) -> list[Row]:
+def _of_mapping(model: TransformerModel | None, given: Mapping[str, Any]) -> list[Row]:
     """Rows of what a tokenizer returns, or of what the module takes."""
     if given.get("input_ids") is None:
         raise ValueError(
@@ -157,7 +163,7 @@ def _of_mapping(model: Any, given: Mapping[str, Any]) -> list[Row]:
     return _without_padding(parts, _beside(mask, tokens, "attention_mask"), device)
 
 
-def _says_nothing(model: Any, name: str, value: Any) -> bool:
+def _says_nothing(model: Model | None, name: str, value: Any) -> bool:
     """Whether a part of a mapping makes no difference to the model: it is as if the texts were given."""
     if value is None or name in BESIDES:
         return True
@@ -203,7 +209,7 @@ def _split(given: Any) -> list[Tensor]:
         return [torch.tensor(0)]
 
 
-def _known(model: Any, tokens: Sequence[Tensor]) -> list[Tensor | None]:
+def _known(model: TransformerModel | None, tokens: Sequence[Tensor]) -> list[Tensor | None]:
     """Which tokens of each row are text; None if all are."""
     found = [masks.remembered(row) for row in tokens]
     if model is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from interpose.models.running.start import Here, Start, prove, stand_in_tokens
 from interpose.sites.tree import Site
 from interpose.taps import context, eager, values
 from interpose.taps.tap import named_arguments
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 class Stopped(BaseException):
@@ -122,7 +125,7 @@ class Segment:
                     )
 
 
-def _stack_of(model: Any, asked: str) -> Tower:
+def _stack_of(model: TransformerModel, asked: str) -> Tower:
     """The blocks that layers are counted in: those whose sites are called ``blocks.0`` and so on."""
     towers: list[Tower] = model.anatomy.towers
     for tower in towers:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from interpose.models.knowledge import known
 from interpose.models.running.trial import first_tensor, trial
 from interpose.taps import bypass, context, eager, values
 from interpose.taps.tap import given_arguments, named_arguments
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 
 @dataclass(slots=True)
@@ -183,7 +186,7 @@ class Proof:
     problem: str = ""
 
 
-def prove(model: Any, tower: Tower, layer: int, *, with_tokens: bool) -> Proof:
+def prove(model: TransformerModel, tower: Tower, layer: int, *, with_tokens: bool) -> Proof:
     """Find out, once, whether later blocks need nothing but the residual; refuse if they do.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from interpose.models.discovery.anatomy import Block
 from interpose.models.stream.formula import Formula, formula_at
 from interpose.models.weights.views import Getter, block_weights
 from interpose.precision import wide
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 UNITS = {
     "attn": ("attn.hook_z", "attn.W_O", "attn.b_O"),
@@ -147,7 +150,7 @@ class Branch:
 
 
 def branches_of(
-    model: Any, prefix: str, block: Block, multipliers: Mapping[str, float | str]
+    model: TransformerModel, prefix: str, block: Block, multipliers: Mapping[str, float | str]
 ) -> dict[str, Branch]:
     """The branches of a block by their kinds, in the order in which they are added.
 
