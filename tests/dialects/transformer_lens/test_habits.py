@@ -178,7 +178,10 @@ def test_initial_weights_are_drawn_as_there(name: str, row: list[float]) -> None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weight = getattr(utils, f"init_{name}_")(torch.empty(6, 4))
+        flat = getattr(utils, f"init_{name}_")(torch.empty(4096))
     assert_near(weight[0], row)
+    wide = {"kaiming": 2.0, "xavier": 2 / 4097}[name.split("_")[0]]  # one feature goes in
+    assert abs(flat.var() / wide - 1) < 0.1
     with pytest.raises(ValueError, match="mode is 'fan_in' or 'fan_out'"):
         utils.init_kaiming_uniform_(torch.empty(6, 4), mode="in")
 
