@@ -99,6 +99,19 @@ def test_parts_are_found_by_path_too() -> None:
     torch.testing.assert_close(seen[0], cache["z", 0])
 
 
+@both
+def test_positions_are_embedded_by_calling(which: str) -> None:
+    model = made(which, default_padding_side="left")
+    tokens = model.to_tokens(TEXTS)
+    assert_near(model.pos_embed(tokens, 2)[1, 0, :3], [0.3967, -0.6533, 0.8072])
+    mask = utils.get_attention_mask(model.tokenizer, tokens, True)
+    embedded = model.pos_embed(tokens, attention_mask=mask)
+    assert_near(embedded[0, :, 0], [0.0, 0.0, 0.0, 0.0, 0.7155, -0.3683, 0.3967])
+    stream = model.embed(tokens) + embedded
+    torch.testing.assert_close(stream[1], model.run_with_cache(TEXTS)[1]["resid_pre", 0][1])
+    assert torch.equal(model.pos_embed.W_pos, model.W_pos)
+
+
 def test_a_layer_without_a_part_is_a_name() -> None:
     _, cache = made("eos").run_with_cache(TEXTS)
     assert torch.equal(cache["k", -1, None], cache["k", 1])
@@ -178,7 +191,10 @@ def test_initial_weights_are_drawn_as_there(name: str, row: list[float]) -> None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weight = getattr(utils, f"init_{name}_")(torch.empty(6, 4))
+        flat = getattr(utils, f"init_{name}_")(torch.empty(4096))
     assert_near(weight[0], row)
+    wide = {"kaiming": 2.0, "xavier": 2 / 4097}[name.split("_")[0]]  # one feature goes in
+    assert abs(flat.var() / wide - 1) < 0.1
     with pytest.raises(ValueError, match="mode is 'fan_in' or 'fan_out'"):
         utils.init_kaiming_uniform_(torch.empty(6, 4), mode="in")
 

@@ -167,3 +167,18 @@ def test_a_model_without_such_a_cache_says_so() -> None:
     cache = TransformerLensKeyValueCache([], torch.ones(1, 0))
     with pytest.raises(Unsupported, match="takes no past_key_values to go on from"):
         model(torch.tensor([[1, 2]]), past_kv_cache=cache)
+
+
+@both
+def test_what_enters_the_first_block_counts_on_from_a_cache(which: str) -> None:
+    model = made(which, default_padding_side="left")
+    cache = new_cache(model, 2)
+    model(TEXTS, past_kv_cache=cache)
+    before = copy.deepcopy(cache.previous_attention_mask)
+    stream, tokens, _, mask = model.input_to_embed(MORE, prepend_bos=False, past_kv_cache=cache)
+    assert torch.equal(cache.previous_attention_mask, before)
+    assert cache[0].past_keys.shape[1] == before.shape[1]
+    assert mask.tolist()[0] == [*before[0].tolist(), 0, 0, 1, 1]
+    _, kept = model.run_with_cache(MORE, prepend_bos=False, past_kv_cache=cache)
+    torch.testing.assert_close(stream, kept["resid_pre", 0])
+    assert tokens.shape == (2, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,12 +188,37 @@ class LensText(FromScratch):
         return {name: value.to(self.device) for name, value in pair.items()}
 
     def input_to_embed(
-        self, input: Any, prepend_bos: bool | None = None, padding_side: str | None = None
+        self,
+        input: Any,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Tensor | None = None,
+        past_kv_cache: Any = None,
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        """What enters the first block, the tokens, None (where old models had positions) and the mask, if any."""
+        """What enters the first block, the tokens, None (where old models had positions) and the mask, if any.
+
+        Args:
+            input: a text, several, or tokens [batch, pos].
+            prepend_bos: as in `to_tokens`.
+            padding_side: as in `to_tokens`.
+            attention_mask: [batch, pos], instead of what padding tells.
+            past_kv_cache: what was read before, which is left as it is.
+        """
         given = self.prepare(input, prepend_bos, padding_side)
-        stream = self(given, stop_at_layer=0)
-        return stream, given["input_ids"], None, given.get("attention_mask")
+        tokens = given["input_ids"]
+        if past_kv_cache is None and attention_mask is None:
+            return self(given, stop_at_layer=0), tokens, None, given.get("attention_mask")
+        if past_kv_cache is None:
+            stream = self(tokens, attention_mask=attention_mask, stop_at_layer=0)
+            return stream, tokens, None, attention_mask
+        mask = given.get("attention_mask") if attention_mask is None else attention_mask
+        mask = torch.ones_like(tokens) if mask is None else mask
+        entries = [replace(entry, frozen=True) for entry in past_kv_cache.entries]
+        read = replace(past_kv_cache, entries=entries, frozen=True)
+        options = {"past_kv_cache": read, "attention_mask": mask, "return_type": None}
+        first = "blocks.0.hook_resid_pre"
+        _, cache = self.run_with_cache(tokens, names_filter=first, **options)
+        return cache[first], tokens, None, read.append_attention_mask(mask)
 
     def generate(self, input: Any = "", max_new_tokens: int = 10, **options: Any) -> Any:
         """Generate text with transformers' own ``generate``; hooks in scope fire at every step.

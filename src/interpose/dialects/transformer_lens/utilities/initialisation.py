@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 def fans(weight: Tensor) -> tuple[int, int]:
-    """How many features a weight takes and gives: [in, out], or [head, in, out] for all heads together."""
+    """How many features a weight takes and gives: [in, out], [head, in, out] for all heads together, or [out]."""
+    if weight.ndim == 1:
+        return 1, weight.shape[0]
     if weight.ndim == 3:
         return weight.shape[1], weight.shape[0] * weight.shape[2]
     return weight.shape[0], weight.shape[-1]
