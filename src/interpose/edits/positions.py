@@ -82,7 +82,7 @@ def wanted_positions(
                 f"{where.label} selects {len(line)} positions; no text has so many. Leave the end open: slice(start, "
                 "None)."
             )
-        return torch.arange(line.start, line.stop, line.step, device="cpu")
+        return line.start + line.step * torch.arange(len(line), device="cpu")
     if texts.is_text(pos):
         said = [pos] if isinstance(pos, str) else list(pos)
         return texts.by_row(where, said, window, hook, value, batch)
