@@ -56,7 +56,7 @@ def made_of(
         wanted: the type.
         data: what was written.
         tensors: those that it names.
-        field: where it stands, for errors.
+        field: what errors call it.
     """
     words = _words(data, field)
     for module in _HOMES:

@@ -96,7 +96,7 @@ def made_of(
         cls: its type.
         data: what was written.
         tensors: those that its edits name.
-        field: where it stands, for errors.
+        field: what errors call it.
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise FileError(f"{field.source} holds no experiment, as ip.Experiment.save writes them.")

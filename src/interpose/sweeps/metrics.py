@@ -353,7 +353,7 @@ def metric_of(data: Any, field: Field) -> Metric:
 
     Args:
         data: what was written.
-        field: where it stands, for errors.
+        field: what errors call it.
     """
     words = MapOf(ANYTHING)(data, field)
     name = words.pop("type", None)
