@@ -99,6 +99,19 @@ def test_parts_are_found_by_path_too() -> None:
     torch.testing.assert_close(seen[0], cache["z", 0])
 
 
+@both
+def test_positions_are_embedded_by_calling(which: str) -> None:
+    model = made(which, default_padding_side="left")
+    tokens = model.to_tokens(TEXTS)
+    assert_near(model.pos_embed(tokens, 2)[1, 0, :3], [0.3967, -0.6533, 0.8072])
+    mask = utils.get_attention_mask(model.tokenizer, tokens, True)
+    embedded = model.pos_embed(tokens, attention_mask=mask)
+    assert_near(embedded[0, :, 0], [0.0, 0.0, 0.0, 0.0, 0.7155, -0.3683, 0.3967])
+    stream = model.embed(tokens) + embedded
+    torch.testing.assert_close(stream[1], model.run_with_cache(TEXTS)[1]["resid_pre", 0][1])
+    assert torch.equal(model.pos_embed.W_pos, model.W_pos)
+
+
 def test_a_layer_without_a_part_is_a_name() -> None:
     _, cache = made("eos").run_with_cache(TEXTS)
     assert torch.equal(cache["k", -1, None], cache["k", 1])

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.position_part import PositionPart
 from interpose.dialects.transformer_lens.scratch.points import Point
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.dialects.transformer_lens.scratch.wiring import PointTable, anatomy_of
@@ -24,6 +25,7 @@ from interpose.models import loading
 from interpose.models.discovery.anatomy import Anatomy
 from interpose.models.naming.tree import SemanticTree
 from interpose.models.transformer import TransformerModel
+from interpose.models.weights.attributes import Part
 from interpose.sites.tree import ModuleTree
 
 CONFIG, WEIGHTS = "hooked_transformer.json", "hooked_transformer.safetensors"
@@ -51,7 +53,10 @@ class FromScratch(TransformerModel):
     def __getattr__(self, name: str) -> Any:
         if self.is_from_scratch:
             return Model.__getattr__(self, name)  # blocks, embed and so on are the module's own
-        return super().__getattr__(name)
+        found = super().__getattr__(name)
+        if name == "pos_embed" and isinstance(found, Part):
+            return PositionPart(self, name)
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's; of a model from scratch also the masks that TransformerLens writes, and its users delete."""
