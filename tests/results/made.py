@@ -123,7 +123,7 @@ MADE: dict[str, Callable[[], ip.Result]] = {
         pocket(), [*ENDS, "The"], layer=4, neuron=[8, 20], k=15, context=2, **QUIET
     ),
     "Patchscope": lambda: ip.patchscope(
-        pocket(), EIFFEL, TREVI, source_pos=1, target_pos=1, answer=" Paris"
+        pocket(), EIFFEL, TREVI, source_pos=1, into_pos=1, answer=" Paris"
     ),
     "Probe": lambda: probed().best,
     "ProbeScores": probed,
