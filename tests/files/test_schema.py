@@ -21,11 +21,11 @@ from interpose.files.schema import (
     FLAG,
     NULL,
     Either,
+    Field,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Place,
     Record,
     Text,
     Whole,
@@ -68,14 +68,14 @@ GOOD: dict[str, Any] = {"title": "t", "axes": {"pos": ["a", 1]}, "unit": "logits
 def test_errors_name_file_and_field_and_what_should_be_there(
     change: dict[str, Any], said: str
 ) -> None:
-    place = Place("'x.json'")
-    assert RESULT(GOOD, place) == GOOD
+    field = Field("'x.json'")
+    assert RESULT(GOOD, field) == GOOD
     with pytest.raises(ip.FileError) as caught:
-        RESULT({**GOOD, **change}, place)
+        RESULT({**GOOD, **change}, field)
     text = str(caught.value).replace("'x.json':", "'x.json'")
     assert text.startswith(f"'x.json' {said}")
     with pytest.raises(ip.FileError, match="has no field 'noise', and should have one: a finite"):
-        RESULT({name: value for name, value in GOOD.items() if name != "noise"}, place)
+        RESULT({name: value for name, value in GOOD.items() if name != "noise"}, field)
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Outer:
 def test_kinds_come_out_of_the_annotations_of_a_dataclass() -> None:
     kind = record_of(Outer, number=Number(0, 1))
     good = {"inner": {"words": ["a"], "place": [1, "b"]}, "number": 1, "either": [3]}
-    assert kind(good, Place()) == good
+    assert kind(good, Field()) == good
     for wrong, said in (
         ({**good, "number": 2}, "number is 2, and should be a finite number from 0 to 1"),
         ({**good, "either": "3"}, "either is '3', and should be a whole number, or a list,"),
@@ -106,7 +106,7 @@ def test_kinds_come_out_of_the_annotations_of_a_dataclass() -> None:
         ({"number": 1}, "has no field 'inner'"),
     ):
         with pytest.raises(ip.FileError, match=said):
-            kind(wrong, Place())
+            kind(wrong, Field())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_any_json_passes_or_is_refused_in_a_sentence(data: Any, draw: st.DataObj
     name = draw.draw(st.sampled_from([*RESULT.fields, "else"]))
     for kind, value in ((RESULT, data), (RESULT, {**GOOD, name: data}), (ANYTHING, data)):
         try:
-            read = kind(value, Place("'x.json'"))
+            read = kind(value, Field("'x.json'"))
             assert read == value
         except ip.FileError as error:
             text = str(error)

@@ -22,13 +22,13 @@ from interpose.files.schema import (
     FLAG,
     NULL,
     Either,
+    Field,
     Instance,
     Kind,
     ListOf,
     MapOf,
     Number,
     OneOf,
-    Place,
     Record,
     Text,
     Whole,
@@ -48,7 +48,7 @@ _DTYPES = {
 
 
 def made_of(
-    wanted: type[Made], data: Any, tensors: Mapping[str, Tensor] | None, place: Place
+    wanted: type[Made], data: Any, tensors: Mapping[str, Tensor] | None, field: Field
 ) -> Made:
     """What `Saved.to_dict` wrote, if it is of a type or of one below it.
 
@@ -56,34 +56,34 @@ def made_of(
         wanted: the type.
         data: what was written.
         tensors: those that it names.
-        place: where it stands, for errors.
+        field: what errors call it.
     """
-    words = _words(data, place)
+    words = _words(data, field)
     for module in _HOMES:
         importlib.import_module(f"interpose.edits.{module}")
     name = words.pop("type", None)
     made = KINDS.get(name) if isinstance(name, str) else None
     if made is None or not issubclass(made, wanted):
         known = ", ".join(sorted(n for n, k in KINDS.items() if issubclass(k, wanted)))
-        raise place.of("type").says(
+        raise field.of("type").says(
             f"is {shown(name)}, and no edit is called so. There are: {known}.\n  If it is one of your own, import the "
             "module that defines it first."
         )
     options = dataclasses.fields(made)  # type: ignore[arg-type]
-    read = _Reader(tensors).fields(made, words, place)
+    read = _Reader(tensors).fields(made, words, field)
     positional = [read.pop(o.name) for o in options if o.name in read and not o.kw_only]
     named = [o.name for o in options if not o.kw_only and o.name in words]
     try:
         return made(**dict(zip(named, positional)), **read)
     except (TypeError, ValueError, LookupError) as error:
-        raise place.says(f"makes no {name}: {error}") from error
+        raise field.says(f"makes no {name}: {error}") from error
 
 
-def _words(data: Any, place: Place) -> dict[str, Any]:
-    words = MapOf(ANYTHING, Text(60))(data, place)
+def _words(data: Any, field: Field) -> dict[str, Any]:
+    words = MapOf(ANYTHING, Text(60))(data, field)
     made = {_OLD_WORDS.get(word, word): value for word, value in words.items()}
     if len(made) != len(words):
-        raise place.says("has a field under its old and its new name.")
+        raise field.says("has a field under its old and its new name.")
     return made
 
 
@@ -96,7 +96,7 @@ class _Read:
 
     what: str = "anything"
 
-    def __call__(self, value: Any, place: Place) -> Any:  # noqa: ARG002
+    def __call__(self, value: Any, field: Field) -> Any:  # noqa: ARG002
         return value
 
 
@@ -125,8 +125,8 @@ class _Listed:
     def what(self) -> str:
         return self.of.what
 
-    def __call__(self, value: Any, place: Place) -> Any:
-        self.of(list(value[:1]) if isinstance(value, range) else value, place)
+    def __call__(self, value: Any, field: Field) -> Any:
+        self.of(list(value[:1]) if isinstance(value, range) else value, field)
         return value
 
 
@@ -138,28 +138,28 @@ class _Reader:
 
     def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
         self.tensors = tensors
-        self.words: dict[str, Callable[[Any, Place], Any]] = {
+        self.words: dict[str, Callable[[Any, Field], Any]] = {
             "slice": self._slice,
             "range": self._range,
             "tensor": self._tensor,
-            "tuple": lambda data, place: tuple(
-                self.take(list(_one(data, "tuple", _LIST, place)), place.of("tuple"))
+            "tuple": lambda data, field: tuple(
+                self.take(list(_one(data, "tuple", _LIST, field)), field.of("tuple"))
             ),
             "excluded": self._excluded,
             "mapping": self._mapping,
             "cache": self._cache,
             "rotation": self._rotation,
             "regex": _regex,
-            "ellipsis": lambda data, place: [..., _one(data, "ellipsis", OneOf(True), place)][0],
-            "float": lambda data, place: float(_one(data, "float", _ENDLESS, place)),
+            "ellipsis": lambda data, field: [..., _one(data, "ellipsis", OneOf(True), field)][0],
+            "float": lambda data, field: float(_one(data, "float", _ENDLESS, field)),
         }
 
-    def fields(self, made: type[Saved], words: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    def fields(self, made: type[Saved], words: Mapping[str, Any], field: Field) -> dict[str, Any]:
         """The words of an edit, each as its annotation says."""
         hints, read = annotations_of(made), {}
         there = {option.name for option in dataclasses.fields(made)}  # type: ignore[arg-type]
         for word, value in words.items():
-            here = place.of(word)
+            here = field.of(word)
             if word not in there:
                 raise here.says(f"is no field of {made.__name__}: written by another version?")
             read[word] = self.take(value, here)
@@ -167,56 +167,56 @@ class _Reader:
             kind(read[word], here)
         return read
 
-    def take(self, value: Any, place: Place) -> Any:
+    def take(self, value: Any, field: Field) -> Any:
         """A value."""
         if isinstance(value, (list, tuple)):
-            return [self.take(part, place.of(number)) for number, part in enumerate(value)]
+            return [self.take(part, field.of(number)) for number, part in enumerate(value)]
         if not isinstance(value, Mapping):
-            return ANYTHING(value, place)
+            return ANYTHING(value, field)
         word = next(iter(value), None)
         if word not in self.words:
-            raise place.says(
+            raise field.says(
                 f"is {shown(value)}: that is nothing that edits are written with. Written by another version?"
             )
-        return self.words[word](value, place)
+        return self.words[word](value, field)
 
-    def _slice(self, data: Any, place: Place) -> slice:
-        return slice(*_one(data, "slice", ListOf(Either(Whole(), NULL), 3, 3), place))
+    def _slice(self, data: Any, field: Field) -> slice:
+        return slice(*_one(data, "slice", ListOf(Either(Whole(), NULL), 3, 3), field))
 
-    def _range(self, data: Any, place: Place) -> range:
-        start, stop, step = _one(data, "range", ListOf(Whole(), 3, 3), place)
+    def _range(self, data: Any, field: Field) -> range:
+        start, stop, step = _one(data, "range", ListOf(Whole(), 3, 3), field)
         if step == 0:
-            raise place.says("is a range whose step is 0.")
+            raise field.says("is a range whose step is 0.")
         return range(start, stop, step)
 
-    def _tensor(self, data: Any, place: Place) -> Tensor:
-        words = _TENSOR(data, place)
+    def _tensor(self, data: Any, field: Field) -> Tensor:
+        words = _TENSOR(data, field)
         held = words["tensor"]
         if isinstance(held, str):
             if self.tensors is None or held not in self.tensors:
-                raise place.says(
+                raise field.says(
                     f"is the tensor {shown(held)}, which is not among those beside it."
                 )
             found = self.tensors[held]
         else:
-            found = _written_inside(held, place)
+            found = _written_inside(held, field)
         if not words.get("requires_grad"):
             return found.detach()
         if not (found.is_floating_point() or found.is_complex()):
-            raise place.says("can be trained, and a tensor of whole numbers cannot.")
+            raise field.says("can be trained, and a tensor of whole numbers cannot.")
         return found.detach().requires_grad_()
 
-    def _excluded(self, data: Any, place: Place) -> tuple[Any, ...]:
-        inner = place.of("excluded")
-        found = _one(data, "excluded", ListOf(MapOf(ANYTHING), 1000), place)
-        places = [inner.of(number) for number in range(len(found))]
+    def _excluded(self, data: Any, field: Field) -> tuple[Any, ...]:
+        inner = field.of("excluded")
+        found = _one(data, "excluded", ListOf(MapOf(ANYTHING), 1000), field)
+        fields = [inner.of(number) for number in range(len(found))]
         return tuple(
-            self.fields(KINDS["at"], _words(one, there), there) for one, there in zip(found, places)
+            self.fields(KINDS["at"], _words(one, there), there) for one, there in zip(found, fields)
         )
 
-    def _mapping(self, data: Any, place: Place) -> dict[Any, Any]:
-        pairs = _one(data, "mapping", ListOf(ListOf(ANYTHING, 2, 2), 1_000_000), place)
-        inner, made = place.of("mapping"), {}
+    def _mapping(self, data: Any, field: Field) -> dict[Any, Any]:
+        pairs = _one(data, "mapping", ListOf(ListOf(ANYTHING, 2, 2), 1_000_000), field)
+        inner, made = field.of("mapping"), {}
         for number, (key, value) in enumerate(pairs):
             there = inner.of(number)
             named = _KEY(self.take(key, there), there)
@@ -225,19 +225,19 @@ class _Reader:
             made[named] = self.take(value, there)
         return made
 
-    def _cache(self, data: Any, place: Place) -> Cache:
-        words = _CACHE(data, place)
-        there = place.of("cache")
+    def _cache(self, data: Any, field: Field) -> Cache:
+        words = _CACHE(data, field)
+        there = field.of("cache")
         values = {name: self._tensor(one, there.of(name)) for name, one in words["cache"].items()}
         return Cache(values, aliases=words["aliases"], calls=words["calls"])
 
-    def _rotation(self, data: Any, place: Place) -> nn.Module:
+    def _rotation(self, data: Any, field: Field) -> nn.Module:
         from interpose.edits.subspace import Rotation
 
-        held = _one(data, "rotation", MapOf(ANYTHING), place)
-        raw = self._tensor(held, place.of("rotation")).detach()
+        held = _one(data, "rotation", MapOf(ANYTHING), field)
+        raw = self._tensor(held, field.of("rotation")).detach()
         if raw.ndim != 2 or not raw.is_floating_point() or raw.shape[0] > raw.shape[1]:
-            raise place.says(
+            raise field.says(
                 f"is a rotation of shape {tuple(raw.shape)}, and its directions are [k, units]."
             )
         made = Rotation(raw.shape[1], 0)
@@ -245,35 +245,35 @@ class _Reader:
         return made
 
 
-def _one(data: Any, word: str, kind: Kind, place: Place) -> Any:
+def _one(data: Any, word: str, kind: Kind, field: Field) -> Any:
     """What a word says that stands alone."""
-    return Record({word: kind})(data, place)[word]
+    return Record({word: kind})(data, field)[word]
 
 
-def _written_inside(held: Mapping[str, Any], place: Place) -> Tensor:
+def _written_inside(held: Mapping[str, Any], field: Field) -> Tensor:
     """A tensor whose bytes are in the data."""
     dtype, shape = _DTYPES[held["dtype"]], held["shape"]
     try:
         raw = bytearray(base64.b64decode(held["base64"], validate=True))
     except binascii.Error as error:
-        raise place.of("base64").says(f"is no base64: {error}.") from None
+        raise field.of("base64").says(f"is no base64: {error}.") from None
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise place.says(
+        raise field.says(
             f"has {len(raw)} bytes, and a tensor of {held['dtype']} and shape {shown(shape)} has others."
         )
     found = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return found.reshape(shape).clone()
 
 
-def _regex(data: Any, place: Place) -> re.Pattern[str]:
-    words = _WRITTEN_REGEX(data, place)
+def _regex(data: Any, field: Field) -> re.Pattern[str]:
+    words = _WRITTEN_REGEX(data, field)
     text = words["regex"]
     if costly := _costly(text, words["flags"]):
-        raise place.says(f"is the regex {shown(text)}, which {costly}: it might never end.")
+        raise field.says(f"is the regex {shown(text)}, which {costly}: it might never end.")
     try:
         return re.compile(text, words["flags"])
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise place.says(f"is no regex: {error}.") from None
+        raise field.says(f"is no regex: {error}.") from None
 
 
 def _costly(text: str, flags: int) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from interpose.engine.cache import Cache
 from interpose.errors import EditError, FileError
 from interpose.files.beside import load_beside, must_stay, save_beside
-from interpose.files.schema import ANYTHING, ListOf, Place, Record, shown
+from interpose.files.schema import ANYTHING, Field, ListOf, Record, shown
 from interpose.sites.tree import Site
 
 FORMAT, VERSION = "interpose.edits", 2
@@ -58,7 +58,7 @@ class Saved:
         """What `to_dict` wrote, of whatever type it was."""
         from interpose.edits.reading import made_of
 
-        return made_of(cls, data, tensors, Place("this dictionary"))
+        return made_of(cls, data, tensors, Field("this dictionary"))
 
     def to_python(self, tensors: dict[str, Tensor] | None = None) -> str:
         """An expression that makes the same again, with ``ip``, ``torch`` and ``re`` imported.
@@ -205,15 +205,15 @@ def load_edits(path: str | Path, device: str | torch.device = "cpu") -> list[Any
         raise FileNotFoundError(f"no edits in {str(path)!r}: it has no edits.json.")
     must_stay(file)
     data, tensors = load_beside(file, device)
-    place = Place(repr(str(file)))
+    field = Field(repr(str(file)))
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise FileError(f"{place.source} holds no edits of interpose.")
+        raise FileError(f"{field.source} holds no edits of interpose.")
     if data.get("version") not in range(1, VERSION + 1):
         raise FileError(
-            f"{place.source} is of version {shown(data.get('version'))}, and this interpose reads 1 to {VERSION}."
+            f"{field.source} is of version {shown(data.get('version'))}, and this interpose reads 1 to {VERSION}."
         )
-    words = _FILE(data, place)
-    listed = place.of("edits")
+    words = _FILE(data, field)
+    listed = field.of("edits")
     return [
         made_of(Saved, one, tensors, listed.of(number)) for number, one in enumerate(words["edits"])
     ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from interpose.edits.edit import Edit
 from interpose.experiments import saving, script
 from interpose.experiments.measure import Measured, measure, speaks_of_rows
-from interpose.files.schema import Place
+from interpose.files.schema import Field
 from interpose.models.loading import as_model, load
 from interpose.models.running.rows import read_tokens
 from interpose.models.running.text import is_text
@@ -167,7 +167,7 @@ class Experiment:
         cls, data: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Experiment:
         """What `to_dict` wrote."""
-        return saving.made_of(cls, data, tensors, Place("this dictionary"))
+        return saving.made_of(cls, data, tensors, Field("this dictionary"))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, and a safetensors file beside it if edits hold tensors.

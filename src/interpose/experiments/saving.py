@@ -20,10 +20,10 @@ from interpose.files.schema import (
     ANYTHING,
     FLAG,
     Either,
+    Field,
     ListOf,
     MapOf,
     OneOf,
-    Place,
     Record,
     Text,
     Whole,
@@ -88,7 +88,7 @@ def as_data(experiment: Experiment, tensors: dict[str, Tensor] | None) -> dict[s
 
 
 def made_of(
-    cls: type[Experiment], data: Any, tensors: Mapping[str, Tensor] | None, place: Place
+    cls: type[Experiment], data: Any, tensors: Mapping[str, Tensor] | None, field: Field
 ) -> Experiment:
     """An experiment, from what `as_data` wrote.
 
@@ -96,37 +96,37 @@ def made_of(
         cls: its type.
         data: what was written.
         tensors: those that its edits name.
-        place: where it stands, for errors.
+        field: what errors call it.
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise FileError(f"{place.source} holds no experiment, as ip.Experiment.save writes them.")
+        raise FileError(f"{field.source} holds no experiment, as ip.Experiment.save writes them.")
     version = data.get("version")
     if version not in (1, VERSION):
         raise FileError(
-            f"{place.source} is of version {shown(version)}, and this interpose reads versions 1 and {VERSION}."
+            f"{field.source} is of version {shown(version)}, and this interpose reads versions 1 and {VERSION}."
         )
     data = {name: value for name, value in data.items() if name not in ("format", "version")}
     if version == 1 and isinstance(data.get("sweep"), Mapping):
         data["sweep"] = _with_new_words(data["sweep"])
-    words = _EXPERIMENT(data, place)
-    found, there = words["metrics"], place.of("metrics")
+    words = _EXPERIMENT(data, field)
+    found, there = words["metrics"], field.of("metrics")
     words["metrics"] = (
         metric_of(found, there)
         if isinstance(found.get("type"), str)
         else {name: metric_of(metric, there.of(name)) for name, metric in found.items()}
     )
-    listed = place.of("edits")
+    listed = field.of("edits")
     words["edits"] = [
         made_edit(Edit, edit, tensors, listed.of(number))
         for number, edit in enumerate(words.get("edits", []))
     ]
     if "edit" in words.get("sweep", {}):
-        edit = made_edit(Edit, words["sweep"]["edit"], tensors, place.of("sweep").of("edit"))
+        edit = made_edit(Edit, words["sweep"]["edit"], tensors, field.of("sweep").of("edit"))
         words["sweep"] = {**words["sweep"], "edit": edit}
     try:
         return cls(**words)
     except (TypeError, ValueError, LookupError) as error:
-        raise place.says(f"makes no experiment: {error}") from error
+        raise field.says(f"makes no experiment: {error}") from error
 
 
 _TOKENS = ListOf(Whole(0, 2**40), least=1)
@@ -225,4 +225,4 @@ def tensors_of(experiment: Experiment) -> bytes:
 def load(cls: type[Experiment], path: Path) -> Experiment:
     """An experiment that was saved."""
     data, tensors = load_beside(path)
-    return made_of(cls, data, tensors, Place(repr(str(path))))
+    return made_of(cls, data, tensors, Field(repr(str(path))))

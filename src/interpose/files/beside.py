@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from interpose.errors import FileError
 from interpose.files.reading import read_bytes, read_json, tensors_in
-from interpose.files.schema import Place, Text
+from interpose.files.schema import Field, Text
 from interpose.files.writing import write_whole
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def load_beside(path: Path, device: Any = "cpu") -> tuple[Any, dict[str, Tensor]
         data = read_json(path)
         if not isinstance(data, dict) or "tensors" not in data:
             return data, {}
-        place = Place(repr(str(path))).of("tensors")
-        name = Text(300)(data.pop("tensors"), place)
+        field = Field(repr(str(path))).of("tensors")
+        name = Text(300)(data.pop("tensors"), field)
         found = _NAME.fullmatch(name)
         if found is None:
-            raise place.wrong(
+            raise field.wrong(
                 name, "the name of a file beside it, such as 'x-0123456789abcdef.safetensors'"
             )
         beside = path.with_name(name)

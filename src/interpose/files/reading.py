@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interpose.errors import FileError
-from interpose.files.schema import Kind, Place, shown
+from interpose.files.schema import Field, Kind, shown
 from interpose.files.writing import kind_of_file
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def parse_json(text: str, kind: Kind | None = None, source: str = "this text") -
     except ValueError as error:
         raise FileError(f"{source} is no JSON: {error}") from None
     _must_be_shallow(data, source)
-    return data if kind is None else kind(data, Place(source))
+    return data if kind is None else kind(data, Field(source))
 
 
 def read_tensors(

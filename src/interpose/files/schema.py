@@ -1,11 +1,11 @@
 """What a field of a file may hold: a few kinds that check a value for type, size and range, and say what is wrong.
 
-A kind is called with a value and its `Place`, and returns the value, or raises `FileError`. Any function of these
+A kind is called with a value and its `Field`, and returns the value, or raises `FileError`. Any function of these
 two is one, so that a class may have kinds of its own; `kind_of` makes kinds out of annotations.
 
 ```python
 RESULT = Record({"title": Text(), "axes": MapOf(ListOf(Text())), "layer": Either(Whole(0), NULL)}, optional=("layer",))
-words = RESULT(data, Place("'result.json'"))
+words = RESULT(data, Field("'result.json'"))
 ```
 """
 
@@ -16,7 +16,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from interpose.errors import FileError
@@ -27,20 +27,20 @@ MANY = 50_000_000
 """How long a list may be; a text, in letters."""
 
 
-class Place(typing.NamedTuple):
-    """Where a value stands: the file (or what else it is from), as errors call it, and the field of it."""
+class Field(typing.NamedTuple):
+    """A field of a file (or of what else the data is from), as errors call it; without a key, the whole."""
 
     source: str = "this data"
-    above: Place | None = None
+    above: Field | None = None
     key: Any = None
 
-    def of(self, key: object) -> Place:
+    def of(self, key: object) -> Field:
         """One field, or one entry of a list."""
-        return Place(self.source, self, key)
+        return Field(self.source, self, key)
 
     @property
-    def field(self) -> str:
-        """The field as one would write it: ``edits[0].layer``."""
+    def name(self) -> str:
+        """Its name as one would write it: ``edits[0].layer``; empty for the whole."""
         steps = []
         here = self
         while here.above is not None:
@@ -60,9 +60,9 @@ class Place(typing.NamedTuple):
 
     def says(self, what: str) -> FileError:
         """An error about what stands here: a sentence without its beginning."""
-        where = f"{self.source}: {self.field}" if self.field else self.source
+        where = f"{self.source}: {self.name}" if self.name else self.source
         error = FileError(f"{where} {what}")
-        error.field = self.field
+        error.field = self.name
         return error
 
 
@@ -91,7 +91,7 @@ class Kind(typing.Protocol):
     def what(self) -> str:
         """What it takes, in words."""
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The value, checked."""
 
 
@@ -108,12 +108,12 @@ class Text:
         least = f"{self.least} to " if self.least else "at most "
         return "a text" if self.most == MANY else f"a text of {least}{self.most} letters"
 
-    def __call__(self, value: Any, place: Place) -> str:
+    def __call__(self, value: Any, field: Field) -> str:
         """The text."""
         if not isinstance(value, str) or not self.least <= len(value) <= self.most:
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise place.says(f"is {shown(value)}, which has half of a letter (a lone surrogate).")
+            raise field.says(f"is {shown(value)}, which has half of a letter (a lone surrogate).")
         return value
 
 
@@ -130,12 +130,12 @@ class Whole:
         usual = (self.low, self.high) == (-FAR, FAR)
         return "a whole number" + ("" if usual else f" from {self.low} to {self.high}")
 
-    def __call__(self, value: Any, place: Place) -> int:
+    def __call__(self, value: Any, field: Field) -> int:
         """The number."""
         if isinstance(value, bool) or not isinstance(value, int):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if not self.low <= value <= self.high:
-            raise place.wrong(value, f"a whole number from {self.low} to {self.high}")
+            raise field.wrong(value, f"a whole number from {self.low} to {self.high}")
         return value
 
 
@@ -155,16 +155,16 @@ class Number:
             "" if usual else f" from {self.low:g} to {self.high:g}"
         )
 
-    def __call__(self, value: Any, place: Place) -> float:
+    def __call__(self, value: Any, field: Field) -> float:
         """The number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if isinstance(value, int) and value.bit_length() > 1000:
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if self.finite and not math.isfinite(value):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if value < self.low or value > self.high:
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         return value
 
 
@@ -175,10 +175,10 @@ class Instance:
     type: Any
     what: str
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The thing itself."""
         if not isinstance(value, self.type):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         return value
 
 
@@ -200,11 +200,11 @@ class OneOf:
         """In words."""
         return " or ".join(map(shown, self.choices))
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The one."""
         same = [one for one in self.choices if type(one) is type(value) and one == value]
         if not same:
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         return value
 
 
@@ -224,14 +224,14 @@ class ListOf:
         least = f" at least {self.least}," if self.least else ""
         return f"a list,{least} each {self.of.what}"
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The list (or the tuple), with what its kind made of the entries."""
         if not isinstance(value, (list, tuple)):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if not self.least <= len(value) <= self.most:
             many = str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
-            raise place.wrong(value, f"a list of {many}")
-        read = [self.of(one, place.of(number)) for number, one in enumerate(value)]
+            raise field.wrong(value, f"a list of {many}")
+        read = [self.of(one, field.of(number)) for number, one in enumerate(value)]
         return read if isinstance(value, list) else tuple(read)
 
 
@@ -240,7 +240,7 @@ class MapOf:
     """An object with any keys, whose values are all of a kind."""
 
     of: Kind
-    key: Kind = field(default_factory=lambda: Text(10_000))
+    key: Kind = dataclasses.field(default_factory=lambda: Text(10_000))
     most: int = 1_000_000
 
     @property
@@ -248,14 +248,14 @@ class MapOf:
         """In words."""
         return f"an object, each value {self.of.what}"
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """A dictionary with what its kind made of the values."""
         if not isinstance(value, Mapping):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         if len(value) > self.most:
-            raise place.says(f"has {len(value)} fields, and may have {self.most}.")
+            raise field.says(f"has {len(value)} fields, and may have {self.most}.")
         return {
-            self.key(key, place.of(key)): self.of(one, place.of(key)) for key, one in value.items()
+            self.key(key, field.of(key)): self.of(one, field.of(key)) for key, one in value.items()
         }
 
 
@@ -271,22 +271,22 @@ class Record:
         """In words."""
         return f"an object with {', '.join(self.fields)}"
 
-    def __call__(self, value: Any, place: Place) -> dict[str, Any]:
+    def __call__(self, value: Any, field: Field) -> dict[str, Any]:
         """A dictionary of the fields that are there."""
         if not isinstance(value, Mapping):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         unknown = [name for name in value if name not in self.fields]
         if unknown:
             known = ", ".join(self.fields)
-            raise place.says(
+            raise field.says(
                 f"has a field {shown(unknown[0], 30)}, which is none of: {known}. Written by another version?"
             )
         missing = [n for n in self.fields if n not in value and n not in tuple(self.optional)]
         if missing:
-            raise place.says(
+            raise field.says(
                 f"has no field {missing[0]!r}, and should have one: {self.fields[missing[0]].what}."
             )
-        return {name: self.fields[name](one, place.of(name)) for name, one in value.items()}
+        return {name: self.fields[name](one, field.of(name)) for name, one in value.items()}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -303,16 +303,16 @@ class Either:
         """In words."""
         return ", or ".join(kind.what for kind in self.kinds)
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """What the first kind that takes it makes of it."""
         deepest: FileError | None = None
         for kind in self.kinds:
             try:
-                return kind(value, place)
+                return kind(value, field)
             except FileError as error:
-                if deepest is None and error.field != place.field:
+                if deepest is None and error.field != field.name:
                     deepest = error
-        raise deepest or place.wrong(value, self.what)
+        raise deepest or field.wrong(value, self.what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,19 +321,19 @@ class Data:
 
     what: str = "texts, numbers, lists and objects"
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The same."""
         if isinstance(value, (list, tuple)):
-            return ListOf(self)(value, place)
+            return ListOf(self)(value, field)
         if isinstance(value, Mapping):
-            return MapOf(self)(value, place)
+            return MapOf(self)(value, field)
         if isinstance(value, str):
-            return Text()(value, place)
+            return Text()(value, field)
         if isinstance(value, int):
-            return value if isinstance(value, bool) else Number()(value, place)
+            return value if isinstance(value, bool) else Number()(value, field)
         if value is None or isinstance(value, float):
             return value
-        raise place.wrong(value, self.what)
+        raise field.wrong(value, self.what)
 
 
 ANYTHING = Data()
@@ -407,12 +407,12 @@ class _Tuple:
         """In words."""
         return f"a list of {', '.join(kind.what for kind in self.kinds)}"
 
-    def __call__(self, value: Any, place: Place) -> Any:
+    def __call__(self, value: Any, field: Field) -> Any:
         """The list, with what each kind made of its entry."""
         if not isinstance(value, (list, tuple)) or len(value) != len(self.kinds):
-            raise place.wrong(value, self.what)
+            raise field.wrong(value, self.what)
         return type(value)(
-            kind(one, place.of(number)) for number, (kind, one) in enumerate(zip(self.kinds, value))
+            kind(one, field.of(number)) for number, (kind, one) in enumerate(zip(self.kinds, value))
         )
 
 

@@ -24,7 +24,7 @@ _EVIDENCE = (
     "Evidence that the metric needs what these queries read from these keys in these layers; not that all of it goes "
     "this way: the same may come round through other positions, and attention moves to the keys that are left."
 )
-Places = int | str | Sequence[int] | Sequence[str]
+Positions = int | str | Sequence[int] | Sequence[str]
 
 
 @torch.no_grad()
@@ -33,8 +33,8 @@ def attention_knockout(
     texts: Any,
     *,
     metric: Any,
-    query: Places,
-    key: Places | None = None,
+    query: Positions,
+    key: Positions | None = None,
     window: int = 1,
     over: str | Sequence[str] = ("layer",),
     layer: Layers = None,
@@ -181,7 +181,7 @@ class _Cuts:
         return blind
 
 
-def _edges(batch: ip.Batch, query: Places, key: Any) -> Tensor:
+def _edges(batch: ip.Batch, query: Positions, key: Any) -> Tensor:
     """The edges of one cut, of those that there are: [example, query, key]."""
     length = batch.clean.shape[1]
     mask = torch.zeros(len(batch), length, length, dtype=torch.bool, device="cpu")
@@ -193,7 +193,7 @@ def _edges(batch: ip.Batch, query: Places, key: Any) -> Tensor:
     return mask.tril()  # later keys are never seen
 
 
-def _keys(batches: Sequence[Any], key: Places | None) -> list[int]:
+def _keys(batches: Sequence[Any], key: Positions | None) -> list[int]:
     """The keys to go through, which must be the same places in all texts."""
     found = [
         places

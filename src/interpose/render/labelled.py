@@ -45,7 +45,11 @@ class Labelled:
         """The number that has full colour."""
         if self.limit is not None:
             return self.limit
-        return float(self.values.float().nan_to_num(0, 0, 0).abs().max()) if self.values.numel() else 1.0
+        return (
+            float(self.values.float().nan_to_num(0, 0, 0).abs().max())
+            if self.values.numel()
+            else 1.0
+        )
 
     @property
     def digits(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.files.schema import Instance, Kind, MapOf, Place, Record, kind_of
+from interpose.files.schema import Field, Instance, Kind, MapOf, Record, kind_of
 from interpose.files.schema import shown as held
 from interpose.files.writing import write_whole
 from interpose.render import escape, png
@@ -132,7 +132,7 @@ class Result:
             words = {key: read(part, kept, inner) for key, part in words.items()}
             if version < cls.VERSION:
                 words = cls.brought_up(words)
-            made = cls(**cls.checked(words, Place(source)))
+            made = cls(**cls.checked(words, Field(source)))
         except FileError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
@@ -156,12 +156,12 @@ class Result:
         return words
 
     @classmethod
-    def checked(cls, words: dict[str, Any], place: Place) -> dict[str, Any]:
+    def checked(cls, words: dict[str, Any], field: Field) -> dict[str, Any]:
         """The parts that a file has, each of the kind that its annotation says.
 
         Args:
             words: the parts, by name.
-            place: what errors call the file.
+            field: what errors call the file.
         """
         hints, kinds = cls.hints(), cls.kinds()
         none = dataclasses.MISSING
@@ -177,7 +177,7 @@ class Result:
             ],
         )
         given = {name: part for name, part in words.items() if name not in cls.SAID}
-        return {n: shaped(part, hints[n]) for n, part in record(given, place).items()}
+        return {n: shaped(part, hints[n]) for n, part in record(given, field).items()}
 
     @classmethod
     def kinds(cls) -> dict[str, Kind]:

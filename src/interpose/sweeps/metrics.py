@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import Unsupported
-from interpose.files.schema import ANYTHING, MapOf, Place, record_of, shown
+from interpose.files.schema import ANYTHING, Field, MapOf, record_of, shown
 from interpose.models.running.forward import next_token_loss
 from interpose.sweeps.narrowing import Filled
 
@@ -91,7 +91,7 @@ class Metric:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Metric:
         """What `to_dict` wrote."""
-        return metric_of(data, Place("this dictionary"))
+        return metric_of(data, Field("this dictionary"))
 
     def to_python(self) -> str:
         """An expression that makes the same again, with interpose imported as ``ip``."""
@@ -353,26 +353,26 @@ def _must_be_whole(metric: Metric) -> None:
         )
 
 
-def metric_of(data: Any, place: Place) -> Metric:
+def metric_of(data: Any, field: Field) -> Metric:
     """What `Metric.to_dict` wrote.
 
     Args:
         data: what was written.
-        place: where it stands, for errors.
+        field: what errors call it.
     """
-    words = MapOf(ANYTHING)(data, place)
+    words = MapOf(ANYTHING)(data, field)
     name = words.pop("type", None)
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or kind is function:
         known = ", ".join(sorted(set(_KINDS) - {"function"}))
-        raise place.of("type").says(
+        raise field.of("type").says(
             f"is {shown(name)}, and no metric is called so. There are: {known}."
         )
-    read = record_of(kind)(words, place)
+    read = record_of(kind)(words, field)
     try:
         return kind(**read)
     except (TypeError, ValueError) as error:
-        raise place.says(f"makes no {name}: {error}") from error
+        raise field.says(f"makes no {name}: {error}") from error
 
 
 def all_looked_at(metrics: Sequence[Metric], examples: Examples) -> Tensor | None:

@@ -19,8 +19,8 @@ from interpose.progress import Progress, ShowProgress
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
 from interpose.sweeps.execution import PLANS, Task, run
+from interpose.sweeps.extent import Extent
 from interpose.sweeps.metrics import Metric, as_metric, kept_by, label
-from interpose.sweeps.places import Places
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.prompts import Batch, batches
 from interpose.sweeps.proof import others_listen, prove, tower_of
@@ -91,7 +91,7 @@ def sweep(
     """
     task = _Sweep(
         model=model,
-        places=Places(
+        extent=Extent(
             model=model,
             sites=site,
             over=(over,) if isinstance(over, str) else tuple(over),
@@ -111,7 +111,7 @@ def sweep(
         fit=task.fit,
         prepend_bos=prepend_bos,
         align=align,
-        together=task.places.by_position,
+        together=task.extent.by_position,
     )
     return task.run(parts, progress, several=isinstance(metric, Mapping))
 
@@ -121,7 +121,7 @@ class _Sweep:
     """What is to be done, whatever the examples."""
 
     model: TransformerModel
-    places: Places
+    extent: Extent
     metrics: dict[str, Any]
     edit: Callable[..., Any] | None
     patch: str
@@ -160,14 +160,14 @@ class _Sweep:
         """Run all batches of examples."""
         tower = self._tower()
         lengths = sorted({part.length for part in parts})
-        if len(lengths) > 1 and self.places.by_position:
+        if len(lengths) > 1 and self.extent.by_position:
             raise ValueError(
                 f"the texts have {lengths[0]} to {lengths[-1]} tokens, so that positions are not the same places. "
                 "Sweep over other axes, give texts of one length, or let them end together: align='end'."
             )
-        axes = self.places.axes(lengths[0])
-        fixed = self.places.fixed(lengths[0])
-        cells = self.places.cells(axes, fixed)
+        axes = self.extent.axes(lengths[0])
+        fixed = self.extent.fixed(lengths[0])
+        cells = self.extent.cells(axes, fixed)
         total = sum(len(part.numbers) for part in parts)
         tally = Tally()
         task = self._task(tower, cells, total, tally)
@@ -200,7 +200,7 @@ class _Sweep:
                 tally=tally,
                 noise=noise[at],
                 tokens=self._tokens(parts),
-                sites=tuple(self.places.sites),
+                sites=tuple(self.extent.sites),
                 fixed=fixed,
                 measured=tuple(map(label, self.metrics.values())),
                 edit="" if self.edit is None else type(_edit_at(self.edit, cells[0])).__name__,

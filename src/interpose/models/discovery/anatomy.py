@@ -28,8 +28,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A value in the live model: a module, which of its values, and the lens to see it through."""
+class Endpoint:
+    """Where a value is reached in the live model: a module, which of its values, and the lens to see it through."""
 
     path: str
     module: nn.Module
@@ -43,7 +43,7 @@ class Place:
 class Norm:
     """A norm, and whether its formula is the usual one (else ``why_not`` says what was found)."""
 
-    place: Place
+    endpoint: Endpoint
     centred: bool = False
     eps: float = 0.0
     eps_name: str = ""
@@ -72,16 +72,16 @@ class Attention:
     n_key_value_heads: int
     d_head: int
     d_value: int
-    projections: dict[str, Place] = field(default_factory=dict)
+    projections: dict[str, Endpoint] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     """Projections that were told by their names: nothing the kernel gets has their numbers."""
     unturned: set[str] = field(default_factory=set)
     """Projections whose values reach the kernel as they are: nothing rotates or normalises them."""
     direct: set[str] = field(default_factory=set)
     """Projections that read the stream (or what its norm made of it) and nothing else."""
-    given: Place | None = None
+    given: Endpoint | None = None
     """What the attention module itself is given, after the norm if one stands before it."""
-    out: Place | None = None
+    out: Endpoint | None = None
     """The output projection's input, by head."""
     out_shape: tuple[int, ...] = ()
 
@@ -91,14 +91,14 @@ class FeedForward:
     """The MLP of a block, or its mixture of experts."""
 
     path: str
-    given: Place | None = None
+    given: Endpoint | None = None
     """What the MLP itself is given, after the norm if one stands before it."""
-    pre: Place | None = None
-    pre_linear: Place | None = None
-    down: Place | None = None
-    router: Place | None = None
+    pre: Endpoint | None = None
+    pre_linear: Endpoint | None = None
+    down: Endpoint | None = None
+    router: Endpoint | None = None
     router_leaves: dict[str, tuple[values.Leaf, Shape]] = field(default_factory=dict)
-    experts: Place | None = None
+    experts: Endpoint | None = None
     expert_arguments: tuple[str, str] | None = None
     """What its experts call the chosen ones and their weights, if they take them."""
 
@@ -112,7 +112,7 @@ class Block:
     module: nn.Module
     shape: tuple[int, ...]
     """Of the stream in the probe."""
-    sites: dict[str, Place] = field(default_factory=dict)
+    sites: dict[str, Endpoint] = field(default_factory=dict)
     attentions: list[Attention] = field(default_factory=list)
     mlp: FeedForward | None = None
     mixer: str | None = None
@@ -153,11 +153,11 @@ class Anatomy:
     again: Callable[[], Sizes | None] | None = None
     """Runs another probe, of other sizes, for axes that the first leaves open."""
     towers: list[Tower] = field(default_factory=list)
-    embed: Place | None = None
-    pos_embed: Place | None = None
-    embeddings: dict[str, Place] = field(default_factory=dict)
+    embed: Endpoint | None = None
+    pos_embed: Endpoint | None = None
+    embeddings: dict[str, Endpoint] = field(default_factory=dict)
     """Every embedding by its site's name, which begins with the prefix of the tower it feeds."""
-    unembed: Place | None = None
+    unembed: Endpoint | None = None
     absent: dict[str, str] = field(default_factory=dict)
     weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     """Weights outside the blocks, as in `Block`."""
@@ -166,13 +166,13 @@ class Anatomy:
         """Attributes of modules that were read, with what they said."""
         norms = [norm for t in self.towers for block in t.blocks for norm in block.norms.values()]
         norms += [tower.final_norm for tower in self.towers if tower.final_norm is not None]
-        return [(n.place.module, n.eps_name, n.eps) for n in norms if n.eps_name]
+        return [(n.endpoint.module, n.eps_name, n.eps) for n in norms if n.eps_name]
 
     @property
     def rests_on_numbers(self) -> bool:
         """Whether it says something that other weights could change: a multiplier, or a stream that was not found."""
         blocks = [block for tower in self.towers for block in tower.blocks]
-        places = [place for block in blocks for place in block.sites.values()]
-        return any(isinstance(place.lens, Times) for place in places) or not all(
+        endpoints = [endpoint for block in blocks for endpoint in block.sites.values()]
+        return any(isinstance(endpoint.lens, Times) for endpoint in endpoints) or not all(
             block.sums and not block.kept for block in blocks
         )

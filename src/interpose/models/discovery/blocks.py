@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from interpose.models.discovery import feedforward, heads
-from interpose.models.discovery.anatomy import Attention, Block, Place, Shape
+from interpose.models.discovery.anatomy import Attention, Block, Endpoint, Shape
 from interpose.models.discovery.norm_kind import describe as describe_norm
 from interpose.models.discovery.record import Event, KernelCall, Recorder, Value, in_and_out, inside
 from interpose.models.discovery.stream import (
@@ -17,8 +17,8 @@ from interpose.models.discovery.stream import (
     Spot,
     Step,
     StreamSearch,
+    endpoint_of,
     is_norm,
-    place_of,
     same,
 )
 from interpose.models.reach.lenses import InPlace, Times
@@ -53,8 +53,8 @@ class BlockReader:
     def read(self) -> Block:
         """All of it."""
         block, event = self.block, self.event
-        block.sites["resid_pre"] = self._place(Spot(event, "input", self.pre))
-        block.sites["resid_post"] = self._place(Spot(event, "output", self.post))
+        block.sites["resid_pre"] = self._endpoint(Spot(event, "input", self.pre))
+        block.sites["resid_post"] = self._endpoint(Spot(event, "output", self.post))
         if not (self.pre.is_finite and self.post.is_finite):
             block.undecided = _NOT_FINITE
             return block
@@ -79,7 +79,7 @@ class BlockReader:
         apart = [v for v in (self.pre, *seen) if len(v.shape) == 3 and v.shape[:2] == lead]
         return any(same(value, other) for value in flat for other in apart)
 
-    def _given(self, events: Sequence[Event], before: int) -> Place | None:
+    def _given(self, events: Sequence[Event], before: int) -> Endpoint | None:
         """What the outermost of some calls is given that does not normalise it first."""
         for event in sorted(events, key=lambda e: e.start):
             width = self.pre.shape[-1]
@@ -89,7 +89,7 @@ class BlockReader:
                 continue
             norms = (e for e in inside(event.path, self.inner) if is_norm(e) and e.given)
             if not any(e.start < before and same(e.given[0], value) for e in norms):
-                return self._place(Spot(event, "input", value))
+                return self._endpoint(Spot(event, "input", value))
         return None
 
     def _find_direct(self) -> None:
@@ -98,16 +98,16 @@ class BlockReader:
         norm = self.block.norms.get("ln1")
         source = self.pre
         if norm is not None and not norm.reads_sum:
-            source = called[norm.place.path].made[0]
+            source = called[norm.endpoint.path].made[0]
         for found in self.block.attentions:
-            for role, place in found.projections.items():
-                event = called.get(place.path)
+            for role, endpoint in found.projections.items():
+                event = called.get(endpoint.path)
                 if event is not None and event.given and same(event.given[0], source):
                     found.direct.add(role)
 
     @staticmethod
-    def _place(spot: Spot, lens: Lens | None = None) -> Place:
-        return place_of(spot.event, spot.port, spot.value, lens)
+    def _endpoint(spot: Spot, lens: Lens | None = None) -> Endpoint:
+        return endpoint_of(spot.event, spot.port, spot.value, lens)
 
     def _top(self, path: str) -> str:
         """The part of the block that a path lies in."""
@@ -177,9 +177,11 @@ class BlockReader:
             if value is None or not heads.linears(inside(path, self.inner)):
                 continue
             if path in attention:
-                self.block.sites.setdefault("attn_out", self._place(Spot(event, "output", value)))
+                self.block.sites.setdefault(
+                    "attn_out", self._endpoint(Spot(event, "output", value))
+                )
             elif re.search(r"mlp|ffn|feed_forward|moe", path.rsplit(".", 1)[-1]):
-                self.block.sites.setdefault("mlp_out", self._place(Spot(event, "output", value)))
+                self.block.sites.setdefault("mlp_out", self._endpoint(Spot(event, "output", value)))
                 self._read_mlp(path, inside(path, self.inner))
 
     def _name_steps(self, steps: list[Step]) -> None:
@@ -189,8 +191,8 @@ class BlockReader:
         if not steps[0].addends:
             # The stream goes on from a norm of the block's input.
             start = steps.pop(0).after
-            place = self._place(start)
-            before, time, now = f"{place.path}{place.tail}", start.time, start.value
+            endpoint = self._endpoint(start)
+            before, time, now = f"{endpoint.path}{endpoint.tail}", start.time, start.value
         for number, step in enumerate(steps):
             last = number == len(steps) - 1
             added = []
@@ -198,14 +200,14 @@ class BlockReader:
                 kind = self._kind(addend, time, first=number == 0, last=last, step=step)
                 name = _numbered(f"{kind}_out", block.sites)
                 times = None if addend.factor == 1 else Times(addend.factor)
-                block.sites[name] = self._place(addend.spot, times)
+                block.sites[name] = self._endpoint(addend.spot, times)
                 added.append(f"hook_{name}")
                 self._norms_around(kind, addend, now, time)
             after = "resid_post" if last else self._mid_name(added)
             if not last:
                 spot = step.after
                 written = InPlace() if spot.port == "input" else None
-                block.sites[after] = self._place(spot, written)
+                block.sites[after] = self._endpoint(spot, written)
             if step.norm is not None and added:
                 norm = describe_norm(step.norm.event)
                 block.norms[_norm_of(added[-1])] = replace(norm, reads_sum=True)
@@ -229,8 +231,8 @@ class BlockReader:
     @staticmethod
     def _sum_before(norm: Spot) -> str:
         """The sum that a norm takes has no name of its own: it is the norm's input."""
-        place = place_of(norm.event, "input", norm.event.given[0])
-        return f"{place.path}{place.tail}"
+        endpoint = endpoint_of(norm.event, "input", norm.event.given[0])
+        return f"{endpoint.path}{endpoint.tail}"
 
     def _kind(self, addend: Addend, time: int, *, first: bool, last: bool, step: Step) -> str:
         """What an addend is: attention, another mixer of positions, or an MLP."""
@@ -263,7 +265,7 @@ class BlockReader:
         if event is not None and given is not None:
             self.block.mixer = path
             self.block.absent["mixer_state"] = "it lives inside the mixer, not between modules"
-            self.block.sites["mixer_in"] = self._place(Spot(event, "input", given))
+            self.block.sites["mixer_in"] = self._endpoint(Spot(event, "input", given))
         return "mixer"
 
     def _in_attention(self, event: Event) -> bool:
@@ -291,7 +293,7 @@ class BlockReader:
             for e in self.inner
             if is_norm(e) and e.given and same(e.given[0], now) and e.start < addend.spot.time
         ]
-        taken = {norm.place.path for norm in self.block.norms.values()}
+        taken = {norm.endpoint.path for norm in self.block.norms.values()}
         free = [e for e in readers if e.path not in taken]
         if free:
             self.block.norms[name] = describe_norm(free[0])
@@ -302,7 +304,7 @@ class BlockReader:
             )
             if user is not None and user is not self.event:
                 value = next(v for v in user.given if same(v, now))
-                self.block.sites[f"{kind}_in"] = self._place(Spot(user, "input", value))
+                self.block.sites[f"{kind}_in"] = self._endpoint(Spot(user, "input", value))
         last = addend.spot.event
         if is_norm(last):
             self.block.norms[f"{name}_post"] = replace(describe_norm(last), reads_sum=True)
@@ -325,7 +327,7 @@ def _norm_of(added: str) -> str:
     return "ln2" if "mlp" in added else "ln1"
 
 
-def _numbered(name: str, taken: dict[str, Place]) -> str:
+def _numbered(name: str, taken: dict[str, Endpoint]) -> str:
     if name not in taken:
         return name
     number = 2

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from interpose.models.discovery.anatomy import Anatomy, Norm, Place, Tower
+from interpose.models.discovery.anatomy import Anatomy, Endpoint, Norm, Tower
 from interpose.models.discovery.blocks import BlockReader
 from interpose.models.discovery.norm_kind import describe as describe_norm
 from interpose.models.discovery.record import Event, Recorder, in_and_out, inside
-from interpose.models.discovery.stream import is_norm, place_of, same
+from interpose.models.discovery.stream import endpoint_of, is_norm, same
 from interpose.sites.tree import ModuleTree
 
 
@@ -102,8 +102,8 @@ def _final_norm(last: Event, events: Sequence[Event]) -> Norm | None:
     return None
 
 
-def _whole(event: Event) -> Place:
-    return place_of(event, "output", event.made[0])
+def _whole(event: Event) -> Endpoint:
+    return endpoint_of(event, "output", event.made[0])
 
 
 def _ends(found: Anatomy, tree: ModuleTree, events: Sequence[Event]) -> None:

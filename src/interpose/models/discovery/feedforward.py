@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from interpose.models.discovery.anatomy import FeedForward, Place
+from interpose.models.discovery.anatomy import Endpoint, FeedForward
 from interpose.models.discovery.heads import linears
 from interpose.models.discovery.parts import ACTIVATIONS, linear_shape
 from interpose.models.discovery.record import Array, Event, Value
@@ -39,7 +39,7 @@ def describe(path: str, events: Sequence[Event]) -> FeedForward:
     down, before = maps[-1], maps[:-1]
     given = down.given[0]
     tail = Tail(port="input", leaf=given.leaf)
-    found.down = Place(path=down.path, module=down.module, tail=tail, shape=given.shape)
+    found.down = Endpoint(path=down.path, module=down.module, tail=tail, shape=given.shape)
     width = (linear_shape(down.module) or (0, 0))[0]
     halves = _halves([e for e in before if e.end < down.start], width)
     if len(halves) == 1:
@@ -51,10 +51,10 @@ def describe(path: str, events: Sequence[Event]) -> FeedForward:
     return found
 
 
-def _output(event: Event) -> Place:
+def _output(event: Event) -> Endpoint:
     value = event.made[0]
     tail = Tail(leaf=value.leaf) if value.leaf else OUTPUT
-    return Place(path=event.path, module=event.module, tail=tail, shape=value.shape)
+    return Endpoint(path=event.path, module=event.module, tail=tail, shape=value.shape)
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -88,7 +88,7 @@ def _router_kind(value: Value, chosen: Value) -> str:
     return "weights" if value.shape == chosen.shape else "logits"
 
 
-def _halves(maps: Sequence[Event], width: int) -> list[tuple[Place, Array]]:
+def _halves(maps: Sequence[Event], width: int) -> list[tuple[Endpoint, Array]]:
     """The values as wide as the MLP's inside, each with its first row; two of them in a fused projection."""
     found = []
     for event in maps:
@@ -105,14 +105,16 @@ def _halves(maps: Sequence[Event], width: int) -> list[tuple[Place, Array]]:
             ]
         for lens, part in lenses:
             shape = event.made[0].shape
-            place = Place(path=event.path, module=event.module, tail=OUTPUT, lens=lens, shape=shape)
-            found.append((place, part))
+            endpoint = Endpoint(
+                path=event.path, module=event.module, tail=OUTPUT, lens=lens, shape=shape
+            )
+            found.append((endpoint, part))
     return found
 
 
 def _gate_first(
-    halves: list[tuple[Place, Array]], events: Sequence[Event], post: Array
-) -> tuple[Place, Place] | None:
+    halves: list[tuple[Endpoint, Array]], events: Sequence[Event], post: Array
+) -> tuple[Endpoint, Endpoint] | None:
     """Which of two goes through the activation: the one for which the product comes out."""
     made = [e for e in events if not list(e.module.parameters()) and e.given and e.made]
     for gate, a in halves:

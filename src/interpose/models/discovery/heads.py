@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import nn
 
-from interpose.models.discovery.anatomy import Attention, Place
+from interpose.models.discovery.anatomy import Attention, Endpoint
 from interpose.models.discovery.parts import heads_of, linear_shape
 from interpose.models.discovery.record import Array, Event, KernelCall, Value
 from interpose.models.discovery.stream import is_norm
@@ -61,10 +61,10 @@ def describe(kernel: KernelCall, inside: Sequence[Event], core: nn.Module) -> At
     after = [event for event in maps if event.start > kernel.time]
     norms = [e for e in inside if is_norm(e) and e.made and e.start < kernel.time]
     for role, value in (("v", v), ("k", k), ("q", q)):
-        place = _projection(role, value, before, norms, found)
-        if place is not None:
-            found.projections[role] = place
-            if value is not None and _reaches_kernel(place, value, before):
+        endpoint = _projection(role, value, before, norms, found)
+        if endpoint is not None:
+            found.projections[role] = endpoint
+            if value is not None and _reaches_kernel(endpoint, value, before):
                 found.unturned.add(role)
     if "k" in found.projections:
         columns = heads_of(found.projections["k"])
@@ -78,7 +78,7 @@ def describe(kernel: KernelCall, inside: Sequence[Event], core: nn.Module) -> At
         name = str(out.given[0].leaf[0])
         tail = Tail(port="input", leaf=(name,))
         shape, found.out_shape = out.given[0].shape, out.made[0].shape
-        found.out = Place(path=out.path, module=out.module, tail=tail, lens=heads, shape=shape)
+        found.out = Endpoint(path=out.path, module=out.module, tail=tail, lens=heads, shape=shape)
     return found
 
 
@@ -88,7 +88,7 @@ def _projection(
     before: Sequence[Event],
     norms: Sequence[Event],
     about: Attention,
-) -> Place | None:
+) -> Endpoint | None:
     """The projection that makes the queries, keys or values, and the columns of its heads."""
     heads = None
     if value is not None and len(value.row):
@@ -117,19 +117,19 @@ def _projection(
     return None
 
 
-def _columns(event: Event, heads: Heads) -> Place:
+def _columns(event: Event, heads: Heads) -> Endpoint:
     """Heads among a projection's columns; an axis of one that some models put in is left out."""
     shape = event.made[0].shape
     lens: Lens = heads
     if len(shape) == 4 and shape[1] == 1:
         lens = Squeezed(1, heads)
-    return Place(path=event.path, module=event.module, tail=OUTPUT, lens=lens, shape=shape)
+    return Endpoint(path=event.path, module=event.module, tail=OUTPUT, lens=lens, shape=shape)
 
 
-def _reaches_kernel(place: Place, value: Value, before: Sequence[Event]) -> bool:
+def _reaches_kernel(endpoint: Endpoint, value: Value, before: Sequence[Event]) -> bool:
     """Whether the kernel gets the last token's heads as they were projected, number for number."""
-    columns = heads_of(place)
-    made = next(event.made[0].last for event in before if event.path == place.path)
+    columns = heads_of(endpoint)
+    made = next(event.made[0].last for event in before if event.path == endpoint.path)
     if columns is None or value.shape != (len(columns.offsets), columns.size):
         return False
     there = np.concatenate([made[o : o + columns.size] for o in columns.offsets])

@@ -6,7 +6,7 @@ import numpy as np
 
 from interpose.models.discovery.anatomy import Norm
 from interpose.models.discovery.record import Event
-from interpose.models.discovery.stream import place_of
+from interpose.models.discovery.stream import endpoint_of
 
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_epsilon")
 
@@ -14,13 +14,15 @@ _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_epsilon")
 def describe(event: Event) -> Norm:
     """A norm with its formula: ``(x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``, times a weight."""
     module = event.module
-    place = place_of(event, "output", event.made[0])
+    endpoint = endpoint_of(event, "output", event.made[0])
     name = next((name for name in _EPS if hasattr(module, name)), None)
     given, made = event.given[0].row, event.made[0].row
     if name is None or given.size != made.size or not given.size:
-        return Norm(place=place, why_not=f"{type(module).__name__} names no epsilon")
+        return Norm(endpoint=endpoint, why_not=f"{type(module).__name__} names no epsilon")
     if not (event.given[0].is_finite and event.made[0].is_finite):
-        return Norm(place=place, why_not="its values are not finite in the probe (NaN or Inf)")
+        return Norm(
+            endpoint=endpoint, why_not="its values are not finite in the probe (NaN or Inf)"
+        )
     eps = float(getattr(module, name))
     weight = getattr(module, "weight", None)
     weights = [np.ones_like(given)]
@@ -32,7 +34,9 @@ def describe(event: Event) -> Norm:
     # A NaN in the weight says nothing: the other entries follow the formula or do not.
     told = np.isfinite(weights[0] + shift)
     if not told.any():
-        return Norm(place=place, why_not=f"no weight of its {type(module).__name__} is finite")
+        return Norm(
+            endpoint=endpoint, why_not=f"no weight of its {type(module).__name__} is finite"
+        )
     fits: list[tuple[float, bool]] = []
     for centred in (False, True):
         unit = given - given.mean() if centred else given
@@ -41,5 +45,7 @@ def describe(event: Event) -> Norm:
         fits.append((float(min(errors)), centred))
     error, centred = min(fits)
     if not error <= 3e-2 * np.abs(made[told]).max():
-        return Norm(place=place, why_not=f"{type(module).__name__} follows neither usual formula")
-    return Norm(place=place, centred=centred, eps=eps, eps_name=name)
+        return Norm(
+            endpoint=endpoint, why_not=f"{type(module).__name__} follows neither usual formula"
+        )
+    return Norm(endpoint=endpoint, centred=centred, eps=eps, eps_name=name)

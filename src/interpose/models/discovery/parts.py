@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from interpose.models.discovery.anatomy import Place
+from interpose.models.discovery.anatomy import Endpoint
 from interpose.models.reach.lenses import Heads, Squeezed
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -32,9 +32,9 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def heads_of(place: Place) -> Heads | None:
+def heads_of(endpoint: Endpoint) -> Heads | None:
     """The columns of a projection's heads."""
-    lens = place.lens.inner if isinstance(place.lens, Squeezed) else place.lens
+    lens = endpoint.lens.inner if isinstance(endpoint.lens, Squeezed) else endpoint.lens
     return lens if isinstance(lens, Heads) else None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from interpose.models.discovery.anatomy import Place
+from interpose.models.discovery.anatomy import Endpoint
 from interpose.models.discovery.record import Array, Event, Value
 from interpose.sites.grammar import OUTPUT, Tail
 from interpose.sites.lens import Lens
@@ -32,11 +32,11 @@ class Spot:
         return self.event.start if self.port == "input" else self.event.end
 
 
-def place_of(event: Event, port: str, value: Value, lens: Lens | None = None) -> Place:
+def endpoint_of(event: Event, port: str, value: Value, lens: Lens | None = None) -> Endpoint:
     """Where to find a value of the record in the live model."""
     call = event.call if event.call_counts else None
     tail = Tail(call=call, port=port, leaf=value.leaf)
-    return Place(
+    return Endpoint(
         path=event.path,
         module=event.module,
         tail=OUTPUT if tail == OUTPUT else tail,

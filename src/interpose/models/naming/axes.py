@@ -14,7 +14,7 @@ from math import prod
 
 from torch import nn
 
-from interpose.models.discovery.anatomy import Anatomy, Attention, Place, Shape, Sizes, Tower
+from interpose.models.discovery.anatomy import Anatomy, Attention, Endpoint, Shape, Sizes, Tower
 from interpose.models.reach.lenses import Squeezed
 
 Counts = tuple[int, ...]
@@ -108,17 +108,22 @@ class Axes:
         return Rows(lead[0] if lead else (), places, (first, "slot"), tuple(lead), layout)
 
     def of_value(
-        self, place: Place, known: Sequence[Rows], *, in_order: bool = False, loose: bool = False
+        self,
+        endpoint: Endpoint,
+        known: Sequence[Rows],
+        *,
+        in_order: bool = False,
+        loose: bool = False,
     ) -> Layout | str:
         """How a value lies; a sentence if that cannot be told.
 
         Args:
-            place: the value.
+            endpoint: the value.
             known: what it may count, first of all what its tower does.
             in_order: whether an axis of texts and positions is known to have text after text.
             loose: whether it may have another number of positions, of a sequence that is not known.
         """
-        lead = self._sizes(place)
+        lead = self._sizes(endpoint)
         own = next(iter(known), None)
         if own is not None and own.layout is not None and _all_alike(lead, own.lead):
             return own.layout
@@ -127,7 +132,7 @@ class Axes:
         found = self._read(lead, known)
         if found is None:
             here = "" if own is None or not own.rows else f" for {own.rows[0]} x {own.places[0]}"
-            return f"it is {list(place.shape)}{here}, and which axis counts what cannot be told"
+            return f"it is {list(endpoint.shape)}{here}, and which axis counts what cannot be told"
         order, rows = found
         if order == ("flat",):
             if in_order and own is not None and own.layout is not None:
@@ -136,15 +141,17 @@ class Axes:
             return "its texts and positions are one axis, in which order is not known"
         return _layout(order, rows.names)
 
-    def of_embedding(self, place: Place, tower: Rows | None) -> Layout | str | tuple[str, ...]:
+    def of_embedding(
+        self, endpoint: Endpoint, tower: Rows | None
+    ) -> Layout | str | tuple[str, ...]:
         """How an embedding lies; all its axes, if its features are not the last one."""
-        convolved = _CONVOLVED.get(type(place.module))
-        if convolved is not None and len(convolved) == len(place.shape):
+        convolved = _CONVOLVED.get(type(endpoint.module))
+        if convolved is not None and len(convolved) == len(endpoint.shape):
             return convolved
         known = [each for each in (tower, *self.texts) if each is not None]
         shared = [Rows((1,) * len(each.places), each.places, each.names) for each in known]
-        found = self.of_value(place, [*known, *shared])
-        lead = self._sizes(place)
+        found = self.of_value(endpoint, [*known, *shared])
+        lead = self._sizes(endpoint)
         if isinstance(found, str) and len(lead) == 2 and not self._reads_text:
             return Layout(("batch", "patch")) if _alike(lead[0], self.batch) else found
         return found
@@ -183,15 +190,15 @@ class Axes:
             return tuple(slots.get(name, name) for name in names)
         return names
 
-    def _sizes(self, place: Place) -> list[Counts]:
+    def _sizes(self, endpoint: Endpoint) -> list[Counts]:
         """The sizes of a value's axes before its features, in each run; in the first if it is not in all."""
-        shapes: list[Shape] = [place.shape]
+        shapes: list[Shape] = [endpoint.shape]
         for run in self._runs[1:]:
-            shape = run.shapes.get((place.path, place.tail), ())
-            shapes += [shape] if len(shape) == len(place.shape) else []
+            shape = run.shapes.get((endpoint.path, endpoint.tail), ())
+            shapes += [shape] if len(shape) == len(endpoint.shape) else []
         found = [tuple(sizes) for sizes in zip(*shapes)][:-1]
-        if isinstance(place.lens, Squeezed):
-            del found[place.lens.axis]
+        if isinstance(endpoint.lens, Squeezed):
+            del found[endpoint.lens.axis]
         return found
 
     def _read(

@@ -11,9 +11,9 @@ from interpose.models.discovery.anatomy import (
     Anatomy,
     Attention,
     Block,
+    Endpoint,
     FeedForward,
     Norm,
-    Place,
     Tower,
 )
 from interpose.models.discovery.parts import why_not_plain
@@ -125,7 +125,7 @@ class Table:
     def _add(
         self,
         name: str,
-        place: Place,
+        endpoint: Endpoint,
         axes: tuple[str, ...],
         kind: str | None = None,
         *,
@@ -140,11 +140,11 @@ class Table:
         A value whose axes cannot be shown to be what they are called is absent.
         """
         kind = kind or name.rsplit("hook_", 1)[1]
-        inner = isinstance(place.module, InnerPoint)  # no module of the model: it has no path
-        shown = lens or place.lens
-        if layout is None and place.shape and self._rows:
+        inner = isinstance(endpoint.module, InnerPoint)  # no module of the model: it has no path
+        shown = lens or endpoint.lens
+        if layout is None and endpoint.shape and self._rows:
             in_order = self._block is not None and self._block.flat_in_order
-            layout = self._axes.of_value(place, self._rows, in_order=in_order)
+            layout = self._axes.of_value(endpoint, self._rows, in_order=in_order)
         if isinstance(layout, str):
             self.absent[name] = layout
             return
@@ -162,8 +162,8 @@ class Table:
             canonical=name,
             stem=name,
             path=name,
-            tail=place.tail,
-            module=place.module,
+            tail=endpoint.tail,
+            module=endpoint.module,
             kind=kind,
             layer=None if self._block is None else self._block.index,
             axes=axes,
@@ -171,14 +171,16 @@ class Table:
             lens=shown,
             switch=switch,
             primary=not named,
-            aliases=() if inner or shown is not None else (f"{place.path}{place.tail}",),
+            aliases=() if inner or shown is not None else (f"{endpoint.path}{endpoint.tail}",),
         )
 
     def _ends(self, found: Anatomy, towers: dict[str, Rows]) -> None:
-        for name, place in found.embeddings.items():
+        for name, endpoint in found.embeddings.items():
             prefix, _, _ = name.rpartition("hook_")
-            layout = self._axes.of_embedding(place, towers.get(prefix)) if place.shape else None
-            self._add(name, place, STREAM, layout=layout)
+            layout = (
+                self._axes.of_embedding(endpoint, towers.get(prefix)) if endpoint.shape else None
+            )
+            self._add(name, endpoint, STREAM, layout=layout)
         if found.pos_embed is None:
             self.absent["hook_pos_embed"] = "positions are not embedded by a module of their own"
 
@@ -189,8 +191,8 @@ class Table:
             if block.undecided:
                 self._undecided(prefix, block)
                 continue
-            for kind, place in _in_order(block):
-                self._add(f"{prefix}hook_{kind}", place, STREAM, named=kind.endswith("_in"))
+            for kind, endpoint in _in_order(block):
+                self._add(f"{prefix}hook_{kind}", endpoint, STREAM, named=kind.endswith("_in"))
             for attention in block.attentions:
                 self._attention(prefix, block, attention)
             if block.mlp is not None:
@@ -211,8 +213,8 @@ class Table:
 
     def _undecided(self, prefix: str, block: Block) -> None:
         """Offer a block's input and output, and say of the rest why it is not there."""
-        for kind, place in block.sites.items():
-            self._add(f"{prefix}hook_{kind}", place, STREAM)
+        for kind, endpoint in block.sites.items():
+            self._add(f"{prefix}hook_{kind}", endpoint, STREAM)
         kinds = ("resid_mid", "attn_in", "attn_out", "mlp_in", "mlp_out")
         names = [f"{prefix}hook_{kind}" for kind in kinds]
         names += [f"{prefix}attn.hook_{kind}" for kind in _INSIDE_ATTENTION]
@@ -227,12 +229,12 @@ class Table:
                 self.absent[name] = "this block has no attention"
 
     def _norm(self, prefix: str, norm: Norm) -> None:
-        self._add(f"{prefix}hook_normalized", norm.place, STREAM)
+        self._add(f"{prefix}hook_normalized", norm.endpoint, STREAM)
         if norm.why_not:
             self.absent[f"{prefix}hook_scale"] = norm.why_not
             return
         lens = NormScale(norm.centred, norm.eps)
-        self._add(f"{prefix}hook_scale", norm.place, ("batch", "pos", "1"), lens=lens)
+        self._add(f"{prefix}hook_scale", norm.endpoint, ("batch", "pos", "1"), lens=lens)
 
     # Attention.
 
@@ -247,18 +249,20 @@ class Table:
             if found.by == "softmax":
                 self.absent[name] = "its scores are multiplied out without an attention kernel"
                 continue
-            place = Place(path=name, module=getattr(core, role), tail=OUTPUT)
+            endpoint = Endpoint(path=name, module=getattr(core, role), tail=OUTPUT)
             same = role in found.unturned  # nothing turns them: they are hook_q, hook_k
             axes = self._kernel_axes(found, role, HEADS if role == "q" else KEYS)
-            self._add(name, place, HEADS, lens=Swapped(1, 2), switch=core, named=same, layout=axes)
+            self._add(
+                name, endpoint, HEADS, lens=Swapped(1, 2), switch=core, named=same, layout=axes
+            )
         for kind, point in (("attn_scores", core.scores), ("pattern", core.pattern)):
             if found.scores_ndim not in (3, 4):
                 self.absent[f"{at}hook_{kind}"] = f"its scores have {found.scores_ndim} axes"
                 continue
-            place = Place(path=f"{at}{kind}", module=point, tail=OUTPUT)
+            endpoint = Endpoint(path=f"{at}{kind}", module=point, tail=OUTPUT)
             folded = Folded(found.n_heads) if found.scores_ndim == 3 else None
             axes = self._kernel_axes(found, "scores", PAIRS)
-            self._add(f"{at}hook_{kind}", place, PAIRS, lens=folded, switch=core, layout=axes)
+            self._add(f"{at}hook_{kind}", endpoint, PAIRS, lens=folded, switch=core, layout=axes)
         if found.given is not None:
             self._add(f"{at}hook_in", found.given, STREAM, "attn_given", named=True)
         if found.out is None:
@@ -267,7 +271,7 @@ class Table:
             return
         heads = found.out.lens
         self._add(f"{at}hook_z", found.out, HEADS if heads is not None else INSIDE)
-        out = Place(
+        out = Endpoint(
             path=found.out.path, module=found.out.module, tail=OUTPUT, shape=found.out_shape
         )
         self._add(f"{at}hook_out", out, STREAM, named=True)
@@ -286,44 +290,44 @@ class Table:
         return axes if isinstance(axes, str) or what == "q" else _keys(axes, found)
 
     def _projection(self, prefix: str, at: str, role: str, block: Block, found: Attention) -> None:
-        place, name = found.projections.get(role), f"{prefix}hook_{role}_input"
-        if place is None:
+        endpoint, name = found.projections.get(role), f"{prefix}hook_{role}_input"
+        if endpoint is None:
             self.absent[f"{at}hook_{role}"] = self.absent[name] = _NO_OWN.format(_WORDS[role])
             return
         crosses = found.name != "attn" and role != "q"
         layout: Layout | str | None = None
         if crosses and self._rows:  # keys and values of another tower
-            layout = self._axes.of_value(place, [*self._rows, *self._others], loose=True)
+            layout = self._axes.of_value(endpoint, [*self._rows, *self._others], loose=True)
             if isinstance(layout, Layout):
                 layout = replace(layout, names=_keys(layout.names, found))
         more = _BY_NAME if role in found.named else ""
         axes = _keys(HEADS, found) if crosses else HEADS
-        self._add(f"{at}hook_{role}", place, axes, layout=layout, more=more)
+        self._add(f"{at}hook_{role}", endpoint, axes, layout=layout, more=more)
         if found.name != "attn":
             return
-        if role not in found.direct or not isinstance(place.lens, Heads):
+        if role not in found.direct or not isinstance(endpoint.lens, Heads):
             self.absent[name] = _INDIRECT.format(_WORDS[role])
             return
-        why = why_not_plain(place.module)
+        why = why_not_plain(endpoint.module)
         if why is not None:
             self.absent[name] = why
             return
         norm = block.norms.get("ln1")
-        stash = None if norm is None or norm.reads_sum else Stash(norm.place.module)
-        lens = HeadInputs(place.lens, stash)
-        self._add(name, place, RESULTS, lens=lens, switch=stash, named=True)
+        stash = None if norm is None or norm.reads_sum else Stash(norm.endpoint.module)
+        lens = HeadInputs(endpoint.lens, stash)
+        self._add(name, endpoint, RESULTS, lens=lens, switch=stash, named=True)
 
     # MLP.
 
     def _mlp(self, at: str, found: FeedForward) -> None:
         mixture = found.experts is not None or found.router is not None
-        for kind, place, why in (
+        for kind, endpoint, why in (
             ("pre", found.pre, "its projections do not multiply out to what the last one takes"),
             ("pre_linear", found.pre_linear, "this MLP has no gate"),
             ("post", found.down, "it has no last projection"),
         ):
-            if place is not None:
-                self._add(f"{at}hook_{kind}", place, INSIDE)
+            if endpoint is not None:
+                self._add(f"{at}hook_{kind}", endpoint, INSIDE)
             else:
                 self.absent[f"{at}hook_{kind}"] = _MIXTURE if mixture else why
         if found.given is not None:
@@ -341,17 +345,17 @@ class Table:
         lens = ExpertOutputs(*found.expert_arguments)
         self._add(name, found.experts, ("batch", "pos", "chosen", "d_model"), lens=lens, named=True)
 
-    def _router(self, at: str, found: FeedForward, router: Place) -> None:
+    def _router(self, at: str, found: FeedForward, router: Endpoint) -> None:
         for kind in ("weights", "indices"):
             leaf, shape = found.router_leaves.get(kind, (None, ()))
             if leaf is not None:
                 tail = Tail(leaf=leaf)
-                place = Place(path=router.path, module=router.module, tail=tail, shape=shape)
-                self._add(f"{at}hook_expert_{kind}", place, ("batch", "pos", "chosen"))
+                endpoint = Endpoint(path=router.path, module=router.module, tail=tail, shape=shape)
+                self._add(f"{at}hook_expert_{kind}", endpoint, ("batch", "pos", "chosen"))
         if any(p.ndim == 2 for p in router.module.parameters(recurse=False)):
             point = FunctionPoint(router.module, nn.functional.linear)
-            place = Place(path=f"{at}logits", module=point, tail=OUTPUT, shape=router.shape)
-            self._add(f"{at}hook_router_logits", place, ("batch", "pos", "expert"), switch=point)
+            endpoint = Endpoint(path=f"{at}logits", module=point, tail=OUTPUT, shape=router.shape)
+            self._add(f"{at}hook_router_logits", endpoint, ("batch", "pos", "expert"), switch=point)
         else:
             self.absent[f"{at}hook_router_logits"] = "its router is no single linear map"
 
@@ -362,7 +366,7 @@ def _keys(axes: tuple[str, ...], found: Attention) -> tuple[str, ...]:
     return tuple(_OF_ENCODER.get(name, name) for name in axes) if cross else axes
 
 
-def _in_order(block: Block) -> Iterator[tuple[str, Place]]:
+def _in_order(block: Block) -> Iterator[tuple[str, Endpoint]]:
     """The values of the stream and of its branches, as they come."""
     yield "resid_pre", block.sites["resid_pre"]
     for kind, branch in (("attn_in", "ln1"), ("cross_attn_in", "ln_cross"), ("mlp_in", "ln2")):
@@ -370,14 +374,14 @@ def _in_order(block: Block) -> Iterator[tuple[str, Place]]:
         if kind == "attn_in" and not block.attentions:
             continue
         if norm is not None and kind not in block.sites and not norm.reads_sum:
-            yield kind, _input(norm.place)
-    for kind, place in block.sites.items():
+            yield kind, _input(norm.endpoint)
+    for kind, endpoint in block.sites.items():
         if kind not in ("resid_pre", "resid_post"):
-            yield kind, place
+            yield kind, endpoint
     yield "resid_post", block.sites["resid_post"]
 
 
-def _input(place: Place) -> Place:
+def _input(endpoint: Endpoint) -> Endpoint:
     """The first tensor a module takes."""
-    tail = Tail(call=place.tail.call, port="input", leaf=(0,))
-    return Place(path=place.path, module=place.module, tail=tail, shape=place.shape)
+    tail = Tail(call=endpoint.tail.call, port="input", leaf=(0,))
+    return Endpoint(path=endpoint.path, module=endpoint.module, tail=tail, shape=endpoint.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interpose.errors import Unsupported
-from interpose.models.discovery.anatomy import Block, Norm, Place
+from interpose.models.discovery.anatomy import Block, Endpoint, Norm
 from interpose.models.discovery.record import Value, in_and_out
 from interpose.models.processing import observed
 from interpose.models.processing.linear import bias, check_alone, matrix, put, wide
@@ -22,8 +22,8 @@ from interpose.models.transformer import TransformerModel
 class Writers:
     """What writes to the stream: tables of embeddings, and linear maps."""
 
-    tables: list[Place]
-    maps: list[Place]
+    tables: list[Endpoint]
+    maps: list[Endpoint]
 
 
 def plan_writers(model: TransformerModel) -> Writers:
@@ -31,23 +31,23 @@ def plan_writers(model: TransformerModel) -> Writers:
     anatomy = model.anatomy
     if not anatomy.towers:
         raise Unsupported("no stack of blocks was found.")
-    maps: dict[int, Place] = {}
+    maps: dict[int, Endpoint] = {}
     for tower in anatomy.towers:
         for block in tower.blocks:
             _check_readers(block)
-            for place in _writers(block):
-                check_alone(model, place)
-                maps.setdefault(id(place.module), place)
+            for endpoint in _writers(block):
+                check_alone(model, endpoint)
+                maps.setdefault(id(endpoint.module), endpoint)
         if tower.final_norm is None:
             raise Unsupported(f"no norm stands after {tower.path}, so the stream's mean is read.")
         _check_centred(tower.final_norm)
     width = matrix(next(iter(maps.values()))).shape[1]
-    tables = [place for place in (anatomy.embed, anatomy.pos_embed) if place is not None]
-    for place in tables:
-        module = place.module
+    tables = [endpoint for endpoint in (anatomy.embed, anatomy.pos_embed) if endpoint is not None]
+    for endpoint in tables:
+        module = endpoint.module
         if not isinstance(module, nn.Embedding) or module.weight.shape[1] != width:
             raise Unsupported(
-                f"{place.path} ({type(module).__name__}) does not write to the stream."
+                f"{endpoint.path} ({type(module).__name__}) does not write to the stream."
             )
     return Writers(tables=tables, maps=list(maps.values()))
 
@@ -57,7 +57,7 @@ def _check_readers(block: Block) -> None:
     for norm in block.norms.values():
         if norm.reads_sum:
             raise Unsupported(
-                f"{norm.place.path} stands in the stream, or after a branch: what it writes has a "
+                f"{norm.endpoint.path} stands in the stream, or after a branch: what it writes has a "
                 "mean that no weight before it can take off."
             )
         _check_centred(norm)
@@ -71,34 +71,34 @@ def _check_readers(block: Block) -> None:
 
 
 def _check_centred(norm: Norm) -> None:
-    if not formula_of(norm, norm.place.shape[-1], torch.empty(0)).centred:
+    if not formula_of(norm, norm.endpoint.shape[-1], torch.empty(0)).centred:
         raise Unsupported(
-            f"{norm.place.path} ({type(norm.place.module).__name__}) does not take off the mean of "
+            f"{norm.endpoint.path} ({type(norm.endpoint.module).__name__}) does not take off the mean of "
             "the stream (an RMS norm), so the mean counts."
         )
 
 
-def _writers(block: Block) -> list[Place]:
+def _writers(block: Block) -> list[Endpoint]:
     """The linear maps that write to the stream in one block."""
-    found: dict[str, Place | None] = {f"hook_{a.name}_out": a.out for a in block.attentions}
+    found: dict[str, Endpoint | None] = {f"hook_{a.name}_out": a.out for a in block.attentions}
     if block.mlp is not None:
         if block.mlp.experts is not None or block.mlp.router is not None:
             raise Unsupported(f"{block.mlp.path} is a mixture of experts: many maps write there.")
         found["hook_mlp_out"] = block.mlp.down
     added = [name for _, names, _ in block.sums for name in names]
-    places = [found.get(name) for name in added]
-    if not added or None in places:
+    endpoints = [found.get(name) for name in added]
+    if not added or None in endpoints:
         raise Unsupported(f"it is not known which linear maps write to the stream in {block.path}.")
-    return [place for place in places if place is not None]
+    return [endpoint for endpoint in endpoints if endpoint is not None]
 
 
 def centre_writers(writers: Writers) -> None:
     """Take the mean over the stream's features off whatever writes to it."""
-    for place in writers.tables:
-        table = place.module.get_parameter("weight")
+    for endpoint in writers.tables:
+        table = endpoint.module.get_parameter("weight")
         put(table, wide(table) - wide(table).mean(-1, keepdim=True))
-    for place in writers.maps:
-        weight, summand = matrix(place), bias(place)
+    for endpoint in writers.maps:
+        weight, summand = matrix(endpoint), bias(endpoint)
         put(weight, wide(weight) - wide(weight).mean(-1, keepdim=True))
         if summand is not None:
             put(summand, wide(summand) - wide(summand).mean())
@@ -123,25 +123,25 @@ def check_nothing_added(model: TransformerModel) -> None:
 # The unembedding.
 
 
-def plan_unembed(model: TransformerModel) -> Place:
+def plan_unembed(model: TransformerModel) -> Endpoint:
     """The unembedding; an error if a number added to all its outputs is not one added to all logits."""
-    place = model.anatomy.unembed
-    if place is None:
+    endpoint = model.anatomy.unembed
+    if endpoint is None:
         raise Unsupported("the model has no unembedding.")
-    matrix(place)
-    check_alone(model, place)
+    matrix(endpoint)
+    check_alone(model, endpoint)
     events = observed.record(model).events
-    made = next(event.made[0] for event in events if event.module is place.module)
+    made = next(event.made[0] for event in events if event.module is endpoint.module)
     logits = [v for v in events[0].made if v.is_float and v.numel == made.numel]
     if not logits:
-        raise Unsupported(f"what {place.path} makes is not what the model returns.")
+        raise Unsupported(f"what {endpoint.path} makes is not what the model returns.")
     close = 1e-5 if observed.tolerance(model) <= 1e-4 else 2e-3
     if soft_caps(model) or not any(_follows(logit, made, close) for logit in logits):
         raise Unsupported(
-            f"the logits are no multiple of what {place.path} makes (a softcap?), so that a number "
+            f"the logits are no multiple of what {endpoint.path} makes (a softcap?), so that a number "
             "added to all of them does not cancel in the softmax."
         )
-    return place
+    return endpoint
 
 
 def _follows(logit: Value, made: Value, close: float) -> bool:
@@ -151,9 +151,9 @@ def _follows(logit: Value, made: Value, close: float) -> bool:
     return bool(far <= close * np.abs(logit.sketch).max())
 
 
-def centre_unembed(place: Place) -> None:
+def centre_unembed(endpoint: Endpoint) -> None:
     """Take the mean over the vocabulary off the unembedding, for each feature of the stream."""
-    weight, summand = matrix(place), bias(place)
+    weight, summand = matrix(endpoint), bias(endpoint)
     put(weight, wide(weight) - wide(weight).mean(-1, keepdim=True))
     if summand is not None:
         put(summand, wide(summand) - wide(summand).mean())

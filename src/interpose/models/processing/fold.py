@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from interpose.errors import Unsupported
-from interpose.models.discovery.anatomy import Block, Norm, Place
+from interpose.models.discovery.anatomy import Block, Endpoint, Norm
 from interpose.models.discovery.parts import linear_shape
 from interpose.models.discovery.record import Event
-from interpose.models.discovery.stream import is_norm, place_of
+from interpose.models.discovery.stream import endpoint_of, is_norm
 from interpose.models.processing import mixtures, observed
 from interpose.models.processing.linear import add_to_bias, check_alone, matrix, put, wide
 from interpose.models.processing.mixtures import OwnWeight
@@ -31,7 +31,7 @@ class Fold:
 
     name: str
     norm: Norm
-    maps: list[Place] = field(default_factory=list)
+    maps: list[Endpoint] = field(default_factory=list)
     own: list[OwnWeight] = field(default_factory=list)
 
 
@@ -42,7 +42,7 @@ def plan(model: TransformerModel) -> list[Fold]:
     of_value: dict[tuple[int, bytes], Fold] = {}
     for event in events:
         for fold in folds:
-            if event.module is fold.norm.place.module:
+            if event.module is fold.norm.endpoint.module:
                 # Norms that make the same numbers are alike, and are folded by one of them.
                 of_value.setdefault(observed.key(event.made[0]), fold)
     _find_readers(model, events, of_value)
@@ -62,7 +62,7 @@ def _folds(model: TransformerModel) -> list[Fold]:
     }
     before = {name: norm for name, norm in inside.items() if not norm.reads_sum}
     if not before:
-        after = next((norm.place.path for norm in inside.values()), None)
+        after = next((norm.endpoint.path for norm in inside.values()), None)
         where = f" They stand in the stream or after a branch: {after}, ..." if after else ""
         raise Unsupported(f"no norm stands before a branch of a block.{where}")
     for tower in anatomy.towers:
@@ -76,7 +76,7 @@ def _folds(model: TransformerModel) -> list[Fold]:
     final = {f"{tower.prefix}ln_final": tower.final_norm for tower in anatomy.towers}
     for name, norm_or_none in (before | final).items():
         if norm_or_none is not None:
-            found.setdefault(id(norm_or_none.place.module), Fold(name=name, norm=norm_or_none))
+            found.setdefault(id(norm_or_none.endpoint.module), Fold(name=name, norm=norm_or_none))
     return list(found.values())
 
 
@@ -93,13 +93,15 @@ def _find_readers(
         read = [of_value.get(observed.key(v)) for v in event.given if v.is_float]
         fold = next((f for f in read if f is not None), None)
         reads.setdefault(id(event.module), set()).add(id(fold))
-        if fold is None or event.module is fold.norm.place.module:
+        if fold is None or event.module is fold.norm.endpoint.module:
             continue
         if is_norm(event):
-            raise Unsupported(f"{event.path}, a norm too, reads what {fold.norm.place.path} makes.")
+            raise Unsupported(
+                f"{event.path}, a norm too, reads what {fold.norm.endpoint.path} makes."
+            )
         if linear_shape(event.module) is not None:
-            if all(place.module is not event.module for place in fold.maps):
-                fold.maps.append(place_of(event, "output", event.made[0]))
+            if all(endpoint.module is not event.module for endpoint in fold.maps):
+                fold.maps.append(endpoint_of(event, "output", event.made[0]))
         elif all(own.module is not event.module for own in fold.own):
             value = next(v for v in event.given if of_value.get(observed.key(v)) is fold)
             fold.own += mixtures.own_weights(model, event, value)
@@ -108,21 +110,21 @@ def _find_readers(
         for path, module in readers.items():
             if reads[id(module)] != {id(fold)}:
                 raise Unsupported(
-                    f"{path} reads what {fold.norm.place.path} makes, and at other times "
+                    f"{path} reads what {fold.norm.endpoint.path} makes, and at other times "
                     "something else."
                 )
 
 
 def _check(model: TransformerModel, fold: Fold, *, has_readers: bool) -> None:
     """Refuse what cannot be folded before anything is written."""
-    path = fold.norm.place.path
+    path = fold.norm.endpoint.path
     found = formula(fold.norm)
     headless = fold.name.endswith("ln_final") and model.anatomy.unembed is None
     if not has_readers and not headless:
         raise Unsupported(f"no linear map reads what {path} makes as it is.")
-    for place in fold.maps:
-        matrix(place)
-        check_alone(model, place)
+    for endpoint in fold.maps:
+        matrix(endpoint)
+        check_alone(model, endpoint)
     if fold.own and torch.as_tensor(found.summand).any():
         raise Unsupported(
             f"{path} adds something, and {fold.own[0].path} ({type(fold.own[0].module).__name__}), "
@@ -135,8 +137,8 @@ def apply(folds: Sequence[Fold]) -> None:
     for fold in folds:
         found = formula(fold.norm)
         factor, summand = (wide(torch.as_tensor(part)) for part in (found.factor, found.summand))
-        for place in fold.maps:
-            fold_into(place, factor, summand, centred=found.centred)
+        for endpoint in fold.maps:
+            fold_into(endpoint, factor, summand, centred=found.centred)
         for own in fold.own:
             mixtures.fold_into(own, factor, centred=found.centred)
         neutralise(fold.norm, factor)
@@ -145,11 +147,11 @@ def apply(folds: Sequence[Fold]) -> None:
 def formula(norm: Norm) -> Formula:
     """What a norm multiplies with and adds, if its parameters say so; a parametrised one is refused."""
     for name in ("weight", "bias"):
-        views.parameter(norm.place, name)
-    found = formula_of(norm, norm.place.shape[-1], torch.empty(0))
+        views.parameter(norm.endpoint, name)
+    found = formula_of(norm, norm.endpoint.shape[-1], torch.empty(0))
     if not found.exact:
         raise Unsupported(
-            f"{norm.place.path} ({type(norm.place.module).__name__}) does something else with its parameters "
+            f"{norm.endpoint.path} ({type(norm.endpoint.module).__name__}) does something else with its parameters "
             "than multiply with its weight (or 1 + weight) and add its bias."
         )
     return found
@@ -157,7 +159,7 @@ def formula(norm: Norm) -> Formula:
 
 def neutralise(norm: Norm, factor: Tensor) -> None:
     """Make a norm multiply with 1 and add 0, where it multiplied with a factor."""
-    weight, bias = (views.parameter(norm.place, name) for name in ("weight", "bias"))
+    weight, bias = (views.parameter(norm.endpoint, name) for name in ("weight", "bias"))
     if weight is not None:
         offset = factor - wide(weight).reshape(-1)  # 0, or 1 where the module adds it
         put(weight, (1 - offset.round()).reshape(weight.shape))
@@ -165,18 +167,18 @@ def neutralise(norm: Norm, factor: Tensor) -> None:
         put(bias, torch.zeros_like(bias))
 
 
-def fold_into(place: Place, factor: Tensor, summand: Tensor, *, centred: bool) -> None:
+def fold_into(endpoint: Endpoint, factor: Tensor, summand: Tensor, *, centred: bool) -> None:
     """Let a linear map do what the norm before it did.
 
     Args:
-        place: the map.
+        endpoint: the map.
         factor: what the norm multiplies with, ``[d_model]``.
         summand: what it adds, ``[d_model]``.
         centred: whether what the norm makes has mean zero; then the map's mean reads nothing, and goes.
     """
-    weight = matrix(place)
+    weight = matrix(endpoint)
     before = wide(weight)
     factor, summand = factor.to(before), summand.to(before)
     after = factor[:, None] * before
     put(weight, after - after.mean(0) if centred else after)
-    add_to_bias(place, summand @ before)
+    add_to_bias(endpoint, summand @ before)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from interpose.errors import Unsupported
-from interpose.models.discovery.anatomy import Attention, Block, Place
+from interpose.models.discovery.anatomy import Attention, Block, Endpoint
 from interpose.models.discovery.parts import heads_of
 from interpose.models.processing import linear, observed
 from interpose.models.reach.lenses import Heads
 from interpose.models.transformer import TransformerModel
 from interpose.models.weights import views
 
-Projection = tuple[Place, Heads]
+Projection = tuple[Endpoint, Heads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ def _attentions(model: TransformerModel) -> Iterator[tuple[str, Block, Attention
 
 def _has_value_bias(block: Block, attention: Attention) -> bool:
     """Whether values have a bias of their own, or a norm before them adds something."""
-    place = attention.projections.get("v")
-    own = place is not None and getattr(place.module, "bias", None) is not None
+    endpoint = attention.projections.get("v")
+    own = endpoint is not None and getattr(endpoint.module, "bias", None) is not None
     before = [norm for norm in block.norms.values() if not norm.reads_sum]
-    return own or any(getattr(norm.place.module, "bias", None) is not None for norm in before)
+    return own or any(getattr(norm.endpoint.module, "bias", None) is not None for norm in before)
 
 
 def _mixing(name: str, attention: Attention, roles: str = "v") -> Mixing:
@@ -73,8 +73,8 @@ def _mixing(name: str, attention: Attention, roles: str = "v") -> Mixing:
     assert heads is not None
     if len(heads.offsets) % len(parts["v"][1].offsets) or heads.size != parts["v"][1].size:
         raise Unsupported(f"it is not known which values each head of {name} reads.")
-    for place in (attention.out, *(place for place, _ in parts.values())):
-        linear.matrix(place)
+    for endpoint in (attention.out, *(endpoint for endpoint, _ in parts.values())):
+        linear.matrix(endpoint)
     return Mixing(name=name, out=(attention.out, heads), **parts)
 
 

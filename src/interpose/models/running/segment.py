@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.errors import EditShapeError, NeverFired, Unsupported
-from interpose.models.discovery.anatomy import Place, Tower
+from interpose.models.discovery.anatomy import Endpoint, Tower
 from interpose.models.reach.lenses import Swapped
 from interpose.models.running import padding
 from interpose.models.running.start import Here, Start, prove, stand_in_tokens
@@ -159,11 +159,11 @@ def stopping(tower: Tower, layer: int | None) -> Iterator[Here]:
         yield here
         return
 
-    def stop(value: Any, place: Place) -> None:
+    def stop(value: Any, endpoint: Endpoint) -> None:
         if here.is_now():
             for scope in context.current().scopes:
                 scope.stopped = True  # type: ignore[attr-defined] # what the stop cuts off is nobody's error
-            raise Stopped(here, values.element(value, place.tail.leaf))
+            raise Stopped(here, values.element(value, endpoint.tail.leaf))
 
     def before(module: nn.Module, args: Any, *kwargs: Any) -> None:
         if kwargs:  # torch writes a hook and its with_kwargs flag in two steps

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from interpose.engine.model import Model
 from interpose.errors import EditShapeError, Unsupported
-from interpose.models.discovery.anatomy import Block, Place, Tower
+from interpose.models.discovery.anatomy import Block, Endpoint, Tower
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import known
 from interpose.models.running.trial import first_tensor, trial
@@ -105,31 +105,31 @@ class Start:
         """Whether the calls made here and now come before the start of this run."""
         return self.silence is not None and threading.get_ident() == self.here.thread
 
-    def _begin(self, value: Any, place: Place, name: str) -> Any:
+    def _begin(self, value: Any, endpoint: Endpoint, name: str) -> Any:
         context.stand_up(self.silence)
         self.silence, self.begun = None, True
-        there: Tensor = values.element(value, place.tail.leaf)
+        there: Tensor = values.element(value, endpoint.tail.leaf)
         if self.residual.shape != there.shape or not self.residual.is_floating_point():
             raise EditShapeError(
                 f"start_at_layer={self.layer} was given {self.residual.dtype} of shape "
                 f"{tuple(self.residual.shape)}; {name!r} is {there.dtype} of shape {tuple(there.shape)}."
             )
         made = values.settled(self.residual.to(there.device), there)
-        return values.swap(value, place.tail.leaf, made)
+        return values.swap(value, endpoint.tail.leaf, made)
 
     def _before(self, module: nn.Module, args: Any, *rest: Any) -> Any:
         if not rest or not self.is_silent():
             return None
-        place = self.tower.blocks[self.layer].sites["resid_pre"]
+        endpoint = self.tower.blocks[self.layer].sites["resid_pre"]
         named = named_arguments(module, args, rest[0])
-        made = self._begin(named, place, f"blocks.{self.layer}.hook_resid_pre")
+        made = self._begin(named, endpoint, f"blocks.{self.layer}.hook_resid_pre")
         return given_arguments(module, args, rest[0], made)
 
     def _after_last(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002
         if not self.is_silent():
             return None
-        place = self.tower.blocks[-1].sites["resid_post"]
-        return self._begin(output, place, f"blocks.{self.layer - 1}.hook_resid_post")
+        endpoint = self.tower.blocks[-1].sites["resid_post"]
+        return self._begin(output, endpoint, f"blocks.{self.layer - 1}.hook_resid_post")
 
 
 @dataclass(slots=True, eq=False)

@@ -124,7 +124,7 @@ def formula_of(norm: Norm, width: int, like: Tensor) -> Formula:
         width: how many features it takes.
         like: of the kind and on the device of what a norm without weights takes.
     """
-    module, eps = norm.place.module, norm.eps
+    module, eps = norm.endpoint.module, norm.eps
     own = next(module.parameters(), like)
     signs = torch.ones(width)
     signs[1::2] = -1
@@ -147,8 +147,8 @@ def formula_of(norm: Norm, width: int, like: Tensor) -> Formula:
     error, centred, factor = min(fits, key=itemgetter(0))
     if not error <= 3e-2 * float(bent[told].abs().max()):
         raise Unsupported(
-            f"{norm.place.path} ({type(module).__name__}) is no norm of the usual formula, a factor times what is left "
-            f"when it is divided by its size{f': {norm.why_not}' if norm.why_not else ''}."
+            f"{norm.endpoint.path} ({type(module).__name__}) is no norm of the usual formula, a factor times what is "
+            f"left when it is divided by its size{f': {norm.why_not}' if norm.why_not else ''}."
         )
     return _settled(module, Formula(factor=factor, summand=(up + down) / 2, centred=centred), own)
 

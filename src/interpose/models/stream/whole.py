@@ -205,7 +205,7 @@ def _look(model: TransformerModel) -> Multipliers:
 
 def _multiplier(branch: Branch, block: Block, seen: Mapping[str, Tensor]) -> float | str:
     """The number that a branch is multiplied with before it is added; or why it cannot be taken apart."""
-    lens = block.sites[place].lens if (place := f"{branch.kind}_out") in block.sites else None
+    lens = block.sites[name].lens if (name := f"{branch.kind}_out") in block.sites else None
     said = lens.factor if isinstance(lens, Times) else 1.0
     if branch.why_not or not {branch.site, *branch.sites} <= seen.keys():
         return said

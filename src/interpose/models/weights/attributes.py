@@ -104,14 +104,16 @@ class Part:
         """The modules that are parts, by path."""
         anatomy = self._model.anatomy
         ends = {"embed": anatomy.embed, "unembed": anatomy.unembed}
-        found = {name: place.module for name, place in ends.items() if place is not None}
+        found = {name: endpoint.module for name, endpoint in ends.items() if endpoint is not None}
         for tower in anatomy.towers:
             if tower.final_norm is not None:
-                found[f"{tower.prefix}ln_final"] = tower.final_norm.place.module
+                found[f"{tower.prefix}ln_final"] = tower.final_norm.endpoint.module
             for block in tower.blocks:
                 at = f"{tower.prefix}blocks.{block.index}"
                 found[at] = block.module
-                found |= {f"{at}.{name}": norm.place.module for name, norm in block.norms.items()}
+                found |= {
+                    f"{at}.{name}": norm.endpoint.module for name, norm in block.norms.items()
+                }
                 paths = {attention.name: attention.path for attention in block.attentions}
                 if block.mlp is not None:
                     paths["mlp"] = block.mlp.path

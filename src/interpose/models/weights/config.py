@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from interpose.models.discovery.anatomy import Anatomy, Attention, FeedForward, Norm, Place, Tower
+from interpose.models.discovery.anatomy import (
+    Anatomy,
+    Attention,
+    Endpoint,
+    FeedForward,
+    Norm,
+    Tower,
+)
 from interpose.models.discovery.parts import ACTIVATIONS, linear_shape
 from interpose.models.weights.views import first_row
 from interpose.models.weights.weights import main_tower
@@ -126,14 +133,14 @@ def _named(config: Any, names: Iterable[str], kind: type) -> Any:
     return next((value for value in values if isinstance(value, kind) and value), None)
 
 
-def _shape(place: Place | None) -> tuple[int | None, int | None]:
+def _shape(endpoint: Endpoint | None) -> tuple[int | None, int | None]:
     """How many features a linear map takes and gives."""
-    shape = linear_shape(place.module) if place is not None else None
+    shape = linear_shape(endpoint.module) if endpoint is not None else None
     return shape or (None, None)
 
 
-def _rows(place: Place | None) -> int | None:
-    module = place.module if place is not None else None
+def _rows(endpoint: Endpoint | None) -> int | None:
+    module = endpoint.module if endpoint is not None else None
     return int(module.weight.shape[0]) if isinstance(module, nn.Embedding) else None
 
 
@@ -162,7 +169,7 @@ def _norms(tower: Tower | None) -> Iterator[Norm]:
 
 def _kind(norms: list[Norm]) -> str | None:
     """Of which kind norms are. On one text a mean may be nearly zero, so one that is taken off anywhere decides."""
-    if any(norm.centred or isinstance(norm.place.module, nn.LayerNorm) for norm in norms):
+    if any(norm.centred or isinstance(norm.endpoint.module, nn.LayerNorm) for norm in norms):
         return "LN"
     return "RMS" if any(not norm.why_not for norm in norms) else None
 
@@ -176,7 +183,7 @@ def _d_model(
     """The stream's width: what is written to it, or else what norms read of it."""
     written = _shape(attention.out if attention is not None else None)[1]
     written = written or _shape(mlp.down if mlp is not None else None)[1]
-    weights = (getattr(norm.place.module, "weight", None) for norm in _norms(tower))
+    weights = (getattr(norm.endpoint.module, "weight", None) for norm in _norms(tower))
     read = next((weight.numel() for weight in weights if weight is not None), None)
     return written or read or _named(config, ("hidden_size", "d_model"), int)
 
@@ -247,8 +254,8 @@ def _attn_only(tower: Tower | None) -> bool | None:
     for block in tower.blocks:
         inside = [attention.path for attention in block.attentions]
         for attention in block.attentions:
-            places = (*attention.projections.values(), attention.out)
-            inside += [place.path for place in places if place is not None]
+            endpoints = (*attention.projections.values(), attention.out)
+            inside += [endpoint.path for endpoint in endpoints if endpoint is not None]
         maps = [name for name, m in block.module.named_modules() if linear_shape(m) is not None]
         at = (f"{block.path}.{name}." for name in maps)
         if not inside or any(not path.startswith(tuple(f"{p}." for p in inside)) for path in at):

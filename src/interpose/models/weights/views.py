@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from interpose.errors import Unsupported
-from interpose.models.discovery.anatomy import Anatomy, Attention, Block, FeedForward, Norm, Place
+from interpose.models.discovery.anatomy import (
+    Anatomy,
+    Attention,
+    Block,
+    Endpoint,
+    FeedForward,
+    Norm,
+)
 from interpose.models.discovery.parts import beside_the_weight, heads_of, linear_shape
 from interpose.models.reach.derived import weight_of
 from interpose.models.reach.lenses import Heads, Part
@@ -81,106 +88,110 @@ def why_missing(block: Block, name: str) -> str:
 # One parameter.
 
 
-def parameter(place: Place, name: str) -> Tensor | None:
+def parameter(endpoint: Endpoint, name: str) -> Tensor | None:
     """A parameter that is all there is to it: no adapter, scale or parametrisation stands behind it."""
-    module = place.module
+    module = endpoint.module
     others = beside_the_weight(module)
     if others:
         raise Unsupported(
-            f"{place.path} ({type(module).__name__}) has {', '.join(others)} besides a weight: an "
+            f"{endpoint.path} ({type(module).__name__}) has {', '.join(others)} besides a weight: an "
             "adapter, a scale or a parametrisation, without which the weight says little. Merge or "
             "remove it first."
         )
     found = module._parameters.get(name)
-    return found if found is None else _viewable(place, name, found)
+    return found if found is None else _viewable(endpoint, name, found)
 
 
-def _viewable(place: Place, name: str, found: Tensor) -> Tensor:
+def _viewable(endpoint: Endpoint, name: str, found: Tensor) -> Tensor:
     """A parameter whose numbers are what they seem."""
     if found.is_meta:
         raise Unsupported(
-            f"the {name} of {place.path} is on the meta device (offloaded?): it has no numbers here."
+            f"the {name} of {endpoint.path} is on the meta device (offloaded?): it has no numbers here."
         )
     ordinary = type(found) in (Tensor, nn.Parameter) and found.is_floating_point()
     if not ordinary or found.dtype.itemsize == 1:
         raise Unsupported(
-            f"{place.path} ({type(place.module).__name__}) keeps its {name} as "
+            f"{endpoint.path} ({type(endpoint.module).__name__}) keeps its {name} as "
             f"{type(found).__name__} of {found.dtype}: quantised, or spread over devices. Its "
             "activations can be hooked; its weight cannot be viewed."
         )
     return found
 
 
-def matrix(place: Place) -> Tensor:
+def matrix(endpoint: Endpoint) -> Tensor:
     """A linear map's weight, ``[in, out]``."""
-    if parameter(place, "weight") is None:
-        raise Unsupported(f"{place.path} ({type(place.module).__name__}) has no weight of its own.")
-    return weight_of(place.module)
+    if parameter(endpoint, "weight") is None:
+        raise Unsupported(
+            f"{endpoint.path} ({type(endpoint.module).__name__}) has no weight of its own."
+        )
+    return weight_of(endpoint.module)
 
 
-def _weight(place: Place, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
-    return ReadOnly.of(see(matrix(place)), f"{place.path}.weight")
+def _weight(endpoint: Endpoint, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
+    return ReadOnly.of(see(matrix(endpoint)), f"{endpoint.path}.weight")
 
 
-def _bias(place: Place, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
+def _bias(endpoint: Endpoint, see: Callable[[Tensor], Tensor] = lambda x: x) -> ReadOnly:
     """A bias; zeros where there is none."""
-    bias = parameter(place, "bias")
+    bias = parameter(endpoint, "bias")
     if bias is None:
-        return ReadOnly.of(see(matrix(place).new_zeros(matrix(place).shape[1])))
-    return ReadOnly.of(see(bias), f"{place.path}.bias")
+        return ReadOnly.of(see(matrix(endpoint).new_zeros(matrix(endpoint).shape[1])))
+    return ReadOnly.of(see(bias), f"{endpoint.path}.bias")
 
 
 # Attention.
 
 
-def projection(attention: Attention, role: str) -> tuple[Place, Heads]:
+def projection(attention: Attention, role: str) -> tuple[Endpoint, Heads]:
     """The projection that makes queries, keys or values from the stream."""
     made = _MADE[role]
-    place = attention.projections.get(role)
-    if place is None:
+    endpoint = attention.projections.get(role)
+    if endpoint is None:
         raise Unsupported(f"no projection of this layer's own makes its {made}.")
-    heads = heads_of(place)
+    heads = heads_of(endpoint)
     if heads is None:
-        raise Unsupported(f"the heads of {place.path} are not known.")
-    if role not in attention.direct and not _crosses(attention, role, place):
+        raise Unsupported(f"the heads of {endpoint.path} are not known.")
+    if role not in attention.direct and not _crosses(attention, role, endpoint):
         raise Unsupported(
-            f"{place.path}, which makes the {made}, is not known to read the stream or its norm as "
+            f"{endpoint.path}, which makes the {made}, is not known to read the stream or its norm as "
             "they are (low-rank, or mixed first), so no one matrix leads from the stream to them. "
-            f"Its own is model.module.get_parameter('{place.path}.weight')."
+            f"Its own is model.module.get_parameter('{endpoint.path}.weight')."
         )
-    return place, heads
+    return endpoint, heads
 
 
-def _crosses(attention: Attention, role: str, place: Place) -> bool:
+def _crosses(attention: Attention, role: str, endpoint: Endpoint) -> bool:
     """Whether a projection of cross attention reads a stream: its own tower's for queries, else another's."""
     if not attention.name.startswith("cross_attn") or attention.out is None:
         return False
-    reads, back = linear_shape(place.module), linear_shape(attention.out.module)
+    reads, back = linear_shape(endpoint.module), linear_shape(attention.out.module)
     return role != "q" or (reads is not None and back is not None and reads[0] == back[1])
 
 
 def _to_heads(attention: Attention, role: str) -> ReadOnly:
-    place, heads = projection(attention, role)
-    return _weight(place, lambda matrix: heads.read(matrix, None).permute(1, 0, 2))
+    endpoint, heads = projection(attention, role)
+    return _weight(endpoint, lambda matrix: heads.read(matrix, None).permute(1, 0, 2))
 
 
 def _heads_bias(attention: Attention, role: str) -> ReadOnly:
-    place, heads = projection(attention, role)
-    return _bias(place, lambda bias: heads.read(bias, None))
+    endpoint, heads = projection(attention, role)
+    return _bias(endpoint, lambda bias: heads.read(bias, None))
 
 
-def _output(attention: Attention) -> Place:
+def _output(attention: Attention) -> Endpoint:
     if attention.out is None:
         raise Unsupported("no output projection follows attention.")
     return attention.out
 
 
 def _from_heads(attention: Attention) -> ReadOnly:
-    place = _output(attention)
-    heads = heads_of(place)
+    endpoint = _output(attention)
+    heads = heads_of(endpoint)
     if heads is None:
-        raise Unsupported(f"what {place.path} takes is not {attention.n_heads} heads side by side.")
-    return _weight(place, lambda matrix: heads.read(matrix.T, None).permute(1, 2, 0))
+        raise Unsupported(
+            f"what {endpoint.path} takes is not {attention.n_heads} heads side by side."
+        )
+    return _weight(endpoint, lambda matrix: heads.read(matrix.T, None).permute(1, 2, 0))
 
 
 def _output_bias(attention: Attention) -> ReadOnly:
@@ -190,7 +201,7 @@ def _output_bias(attention: Attention) -> ReadOnly:
 # MLP.
 
 
-def _inner(mlp: FeedForward, which: str) -> Place:
+def _inner(mlp: FeedForward, which: str) -> Endpoint:
     """The projection of an MLP that a weight's name means."""
     if mlp.experts is not None or mlp.router is not None:
         raise Unsupported(
@@ -199,33 +210,33 @@ def _inner(mlp: FeedForward, which: str) -> Place:
         )
     gated = mlp.pre_linear is not None
     up = mlp.pre_linear if gated else mlp.pre
-    place = {"gate": mlp.pre if gated else None, "in": up, "out": mlp.down}[which]
-    if place is None or mlp.down is None:
+    endpoint = {"gate": mlp.pre if gated else None, "in": up, "out": mlp.down}[which]
+    if endpoint is None or mlp.down is None:
         raise Unsupported(
             f"the projections of {mlp.path} do not multiply out to what the last one takes, so it "
             "is not known which is which."
         )
-    reads, back = linear_shape(place.module), linear_shape(mlp.down.module)
+    reads, back = linear_shape(endpoint.module), linear_shape(mlp.down.module)
     if which != "out" and (reads is None or back is None or reads[0] != back[1]):
         raise Unsupported(
-            f"{place.path} does not read the stream itself (low-rank, or mixed first)."
+            f"{endpoint.path} does not read the stream itself (low-rank, or mixed first)."
         )
-    return place
+    return endpoint
 
 
 def _mlp_weight(mlp: FeedForward, which: str) -> ReadOnly:
-    place = _inner(mlp, which)
-    return _weight(place, partial(_half, place))
+    endpoint = _inner(mlp, which)
+    return _weight(endpoint, partial(_half, endpoint))
 
 
 def _mlp_bias(mlp: FeedForward, which: str) -> ReadOnly:
-    place = _inner(mlp, which)
-    return _bias(place, partial(_half, place))
+    endpoint = _inner(mlp, which)
+    return _bias(endpoint, partial(_half, endpoint))
 
 
-def _half(place: Place, whole: Tensor) -> Tensor:
-    """The part of a fused projection that a place means."""
-    return place.lens.read(whole, None) if isinstance(place.lens, Part) else whole
+def _half(endpoint: Endpoint, whole: Tensor) -> Tensor:
+    """The part of a fused projection that an endpoint means."""
+    return endpoint.lens.read(whole, None) if isinstance(endpoint.lens, Part) else whole
 
 
 # Norms and embeddings.
@@ -233,29 +244,29 @@ def _half(place: Place, whole: Tensor) -> Tensor:
 
 def _norm_weights(prefix: str, norm: Norm) -> dict[str, Getter]:
     return {
-        f"{prefix}w": partial(_norm_weight, norm.place),
-        f"{prefix}b": partial(_norm_bias, norm.place),
+        f"{prefix}w": partial(_norm_weight, norm.endpoint),
+        f"{prefix}b": partial(_norm_bias, norm.endpoint),
     }
 
 
-def _norm_weight(place: Place) -> ReadOnly:
-    weight = parameter(place, "weight")
+def _norm_weight(endpoint: Endpoint) -> ReadOnly:
+    weight = parameter(endpoint, "weight")
     if weight is None:
-        raise Unsupported(f"{place.path} ({type(place.module).__name__}) has no weight.")
-    return ReadOnly.of(weight, f"{place.path}.weight")
+        raise Unsupported(f"{endpoint.path} ({type(endpoint.module).__name__}) has no weight.")
+    return ReadOnly.of(weight, f"{endpoint.path}.weight")
 
 
-def _norm_bias(place: Place) -> ReadOnly:
-    bias = parameter(place, "bias")
+def _norm_bias(endpoint: Endpoint) -> ReadOnly:
+    bias = parameter(endpoint, "bias")
     if bias is None:
-        return ReadOnly.of(torch.zeros_like(_norm_weight(place)))
-    return ReadOnly.of(bias, f"{place.path}.bias")
+        return ReadOnly.of(torch.zeros_like(_norm_weight(endpoint)))
+    return ReadOnly.of(bias, f"{endpoint.path}.bias")
 
 
-def _tokens(place: Place) -> ReadOnly:
+def _tokens(endpoint: Endpoint) -> ReadOnly:
     """The table of token embeddings as the module gives them, ``[d_vocab, d_model]``."""
-    weight, module = _table(place), place.module
-    source = f"{place.path}.weight"
+    weight, module = _table(endpoint), endpoint.module
+    source = f"{endpoint.path}.weight"
     if type(module).forward is nn.Embedding.forward:
         return ReadOnly.of(weight, source)
     # Some tables multiply what they look up, which no view can show.
@@ -267,20 +278,20 @@ def _tokens(place: Place) -> ReadOnly:
     wide, given = rows.double(), made.double()
     factor = float((wide * given).sum() / wide.square().sum()) if rows.shape == made.shape else 0.0
     if not factor or not torch.allclose(wide * factor, given, rtol=1e-2, atol=1e-6):
-        raise Unsupported(f"{place.path} ({type(module).__name__}) does more than look up rows.")
+        raise Unsupported(f"{endpoint.path} ({type(module).__name__}) does more than look up rows.")
     return ReadOnly.of(weight.detach() * factor, source)
 
 
-def _positions(place: Place, n_ctx: Callable[[], int | None]) -> ReadOnly:
+def _positions(endpoint: Endpoint, n_ctx: Callable[[], int | None]) -> ReadOnly:
     """The table of position embeddings from the first position on, ``[n_ctx, d_model]``."""
-    rows = _table(place)[first_row(place.module) :]
+    rows = _table(endpoint)[first_row(endpoint.module) :]
     expected = n_ctx()
     if expected is not None and len(rows) != expected:
         raise Unsupported(
-            f"{place.path} has {len(rows)} rows for {expected} positions, so it is not known which "
+            f"{endpoint.path} has {len(rows)} rows for {expected} positions, so it is not known which "
             "is the first position's."
         )
-    return ReadOnly.of(rows, f"{place.path}.weight")
+    return ReadOnly.of(rows, f"{endpoint.path}.weight")
 
 
 def first_row(module: Any) -> int:
@@ -292,8 +303,8 @@ def first_row(module: Any) -> int:
     return 0 if padding is None else int(padding) + 1
 
 
-def _table(place: Place) -> Tensor:
-    module = place.module
+def _table(endpoint: Endpoint) -> Tensor:
+    module = endpoint.module
     if not isinstance(module, nn.Embedding):
-        raise Unsupported(f"{place.path} is a {type(module).__name__}, which looks up no rows.")
-    return _viewable(place, "weight", module.weight)
+        raise Unsupported(f"{endpoint.path} is a {type(module).__name__}, which looks up no rows.")
+    return _viewable(endpoint, "weight", module.weight)

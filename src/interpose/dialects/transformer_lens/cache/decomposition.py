@@ -135,7 +135,7 @@ def through_norm(
         return stack  # the stream is read as it is
     if recompute:
         with unheard():
-            made: Tensor = norm.place.module.forward(stack)
+            made: Tensor = norm.endpoint.module.forward(stack)
         return made
     scale = cache._sliced(cache[f"{name}.hook_scale"], pos_slice)
     if cache.has_batch_dim and batch_slice is not None:

@@ -19,7 +19,7 @@ from interpose.dialects.transformer_lens.scratch.wiring import PointTable, anato
 from interpose.engine.model import Model
 from interpose.files.beside import must_stay
 from interpose.files.reading import read_json, read_tensors
-from interpose.files.schema import NULL, OneOf, Place, record_of
+from interpose.files.schema import NULL, Field, OneOf, record_of
 from interpose.files.writing import replacing, write_whole
 from interpose.models import loading
 from interpose.models.discovery.anatomy import Anatomy
@@ -138,18 +138,18 @@ def read(name: str, device: Any = None, dtype: torch.dtype | str | None = None) 
     kind = record_of(HookedTransformerConfig, device=NULL, dtype=OneOf(*_DTYPES))
     shown = read_json(folder / CONFIG, kind)
     weights, _ = read_tensors(folder / WEIGHTS)
-    place = Place(repr(str(folder / CONFIG)))
+    field = Field(repr(str(folder / CONFIG)))
     try:
         cfg = HookedTransformerConfig.from_dict({**shown, "device": device, "init_weights": False})
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise place.says(f"makes no model: {error}") from error
+        raise field.says(f"makes no model: {error}") from error
     if _least(cfg) > 4 * sum(value.numel() for value in weights.values()) + 2**20:
-        raise place.says("is of a model that is far larger than the weights beside it.")
+        raise field.says("is of a model that is far larger than the weights beside it.")
     module = Transformer(cfg)
     cfg.init_weights = shown.get("init_weights", True)
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
-        raise place.says(f"is of a model with other weights than lie beside it: {error}") from None
+        raise field.says(f"is of a model with other weights than lie beside it: {error}") from None
     wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     return module.to(device=cfg.device, dtype=wanted)

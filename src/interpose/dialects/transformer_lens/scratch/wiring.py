@@ -13,7 +13,7 @@ from interpose.dialects.transformer_lens.scratch.norms import Norm
 from interpose.dialects.transformer_lens.scratch.points import Point
 from interpose.dialects.transformer_lens.scratch.transformer import Block, Transformer
 from interpose.models.discovery import anatomy
-from interpose.models.discovery.anatomy import Anatomy, Place
+from interpose.models.discovery.anatomy import Anatomy, Endpoint
 from interpose.models.naming import table
 from interpose.sites.grammar import OUTPUT, Tail
 from interpose.sites.tree import Site
@@ -52,7 +52,7 @@ class PointTable(table.Table):
     def __init__(self, module: Transformer) -> None:
         self.sites: dict[str, Site] = {}
         self.absent: dict[str, str] = dict(_absent(module))
-        for name, place in _places(module):
+        for name, endpoint in _endpoints(module):
             stem, _, kind = name.rpartition("hook_")
             inner = stem.startswith("blocks.")
             kind = f"unembed_{kind}" if stem == "unembed." else kind
@@ -61,8 +61,8 @@ class PointTable(table.Table):
                 canonical=name,
                 stem=name,
                 path=name,
-                tail=place.tail,
-                module=place.module,
+                tail=endpoint.tail,
+                module=endpoint.module,
                 kind=kind,
                 layer=int(stem.split(".")[1]) if inner else None,
                 axes=_axes(stem, kind),
@@ -79,18 +79,18 @@ def _axes(stem: str, kind: str) -> tuple[str, ...]:
     return _AXES.get(kind, table.STREAM)
 
 
-def _places(module: Transformer) -> Iterator[tuple[str, Place]]:
-    """Every name with its place, in an order like that of other models."""
+def _endpoints(module: Transformer) -> Iterator[tuple[str, Endpoint]]:
+    """Every name with its endpoint, in an order like that of other models."""
     for name, part in module.named_modules():
         if isinstance(part, Block):
-            yield f"{name}.hook_resid_pre", Place(path=name, module=part, tail=_INPUT)
-            yield f"{name}.hook_resid_post", Place(path=name, module=part, tail=OUTPUT)
+            yield f"{name}.hook_resid_pre", Endpoint(path=name, module=part, tail=_INPUT)
+            yield f"{name}.hook_resid_post", Endpoint(path=name, module=part, tail=OUTPUT)
         elif isinstance(part, Attention):
-            yield f"{name}.hook_out", Place(path=name, module=part, tail=OUTPUT)
+            yield f"{name}.hook_out", Endpoint(path=name, module=part, tail=OUTPUT)
         elif isinstance(part, Point) and not name.endswith(("hook_resid_pre", "hook_resid_post")):
-            yield name, Place(path=name, module=part, tail=OUTPUT)
-    yield "unembed.hook_in", Place(path="unembed", module=module.unembed, tail=_INPUT)
-    yield "unembed.hook_out", Place(path="unembed", module=module.unembed, tail=OUTPUT)
+            yield name, Endpoint(path=name, module=part, tail=OUTPUT)
+    yield "unembed.hook_in", Endpoint(path="unembed", module=module.unembed, tail=_INPUT)
+    yield "unembed.hook_out", Endpoint(path="unembed", module=module.unembed, tail=OUTPUT)
 
 
 def _absent(module: Transformer) -> Iterator[tuple[str, str]]:
@@ -134,8 +134,8 @@ def anatomy_of(module: Transformer) -> Anatomy:
     return Anatomy(
         tokens=shape,
         towers=[tower],
-        embed=Place(path="embed", module=module.embed, tail=OUTPUT),
-        unembed=Place(path="unembed", module=module.unembed, tail=OUTPUT),
+        embed=Endpoint(path="embed", module=module.embed, tail=OUTPUT),
+        unembed=Endpoint(path="unembed", module=module.unembed, tail=OUTPUT),
         weights=weights,
     )
 
@@ -157,8 +157,8 @@ def _block(layer: int, block: Block, shape: tuple[int, int]) -> anatomy.Block:
         module=block,
         shape=(*shape, cfg.d_model),
         sites={
-            "resid_pre": Place(path=at, module=block, tail=_INPUT),
-            "resid_post": Place(path=at, module=block, tail=OUTPUT),
+            "resid_pre": Endpoint(path=at, module=block, tail=_INPUT),
+            "resid_post": Endpoint(path=at, module=block, tail=OUTPUT),
         },
         attentions=[_attention(at, block.attn)],
         mlp=None if cfg.attn_only else anatomy.FeedForward(path=f"{at}.mlp"),
@@ -202,14 +202,14 @@ def _attention(at: str, module: Attention) -> anatomy.Attention:
 def _norm(path: str, module: nn.Module | None) -> anatomy.Norm | None:
     if not isinstance(module, Norm):
         return None
-    place = Place(path=path, module=module, tail=OUTPUT)
-    return anatomy.Norm(place=place, centred=module.centred, eps=module.eps)
+    endpoint = Endpoint(path=path, module=module, tail=OUTPUT)
+    return anatomy.Norm(endpoint=endpoint, centred=module.centred, eps=module.eps)
 
 
 def _norm_weights(
     owner: nn.Module, name: str, norm: anatomy.Norm | None
 ) -> dict[str, Callable[[], Tensor]]:
-    own = dict(norm.place.module.named_parameters()) if norm is not None else {}
+    own = dict(norm.endpoint.module.named_parameters()) if norm is not None else {}
     return {f"{name}.{key}": partial(_get, owner, f"{name}.{key}") for key in own}
 
 

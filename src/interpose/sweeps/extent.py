@@ -1,4 +1,4 @@
-"""The places of a sweep: what its axes range over, and the cells that their entries make."""
+"""The extent of a sweep: what its axes range over, and the cells that their entries make."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OF_KEYS = ("k", "v", "rot_k", "k_input", "v_input")  # as many heads as keys an
 
 
 @dataclass(slots=True, kw_only=True)
-class Places:
-    """Where a sweep goes.
+class Extent:
+    """How far a sweep goes.
 
     Attributes:
         model: a model of transformers.
