@@ -30,7 +30,7 @@ def page(folder: Path = FRAGMENTS) -> str:
 def _version(path: Path) -> list[int]:
     if not re.fullmatch(r"\d+(\.\d+)*", path.name):
         raise ValueError(
-            f"{path} is no release: folders here are named by a version, such as 0.1.0."
+            f"{path} is not a release: folders here are named by a version, such as 0.1.0."
         )
     return [int(part) for part in path.name.split(".")]
 
@@ -44,9 +44,10 @@ def _section(title: str, folder: Path) -> str:
         text = path.read_text("utf-8").strip()
         if len(kind) != 1 or kind[0] not in KINDS or not text:
             raise ValueError(
-                f"{path} is no fragment: a short text in a file such as {name}.fix.md; kinds are {', '.join(KINDS)}."
+                f"{path} is not a fragment: a short text in a file such as {name}.fix.md; kinds are {', '.join(KINDS)}."
             )
-        found[kind[0]].append("- " + textwrap.indent(text, "  ").strip())
+        listed = text.startswith("- ")  # a fragment of several points has them as a list
+        found[kind[0]].append(text if listed else "- " + textwrap.indent(text, "  ").strip())
     parts = [f"### {KINDS[kind]}\n\n" + "\n".join(texts) for kind, texts in found.items() if texts]
     return f"## {title}\n\n" + "\n\n".join(parts) + "\n" if parts else ""
 

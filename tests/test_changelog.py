@@ -19,12 +19,13 @@ def test_fragments_are_grouped_by_release_and_kind(tmp_path: Path) -> None:
     (tmp_path / "b.fix.md").write_text("Mended b,\nin two lines.\n")
     (tmp_path / "a.fix.md").write_text("Mended a.")
     (tmp_path / "c.feature.md").write_text("One.\n\nAnd more.")
+    (tmp_path / "d.feature.md").write_text("- Two,\n  longer.\n- Three.")
     for version in ("0.9.0", "0.10.0"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "d.removal.md").write_text(f"Gone in {version}.")
     _, made = changelog.page(tmp_path).split("`changelog.d/`.\n\n")
     assert made == (
-        "## Not released yet\n\n### New\n\n- One.\n\n  And more.\n\n"
+        "## Not released yet\n\n### New\n\n- One.\n\n  And more.\n- Two,\n  longer.\n- Three.\n\n"
         "### Fixed\n\n- Mended a.\n- Mended b,\n  in two lines.\n\n"
         "## 0.10.0\n\n### Removed\n\n- Gone in 0.10.0.\n\n"
         "## 0.9.0\n\n### Removed\n\n- Gone in 0.9.0.\n"
@@ -35,11 +36,11 @@ def test_fragments_are_grouped_by_release_and_kind(tmp_path: Path) -> None:
 def test_other_files_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("x")
     with pytest.raises(
-        ValueError, match=r"is no fragment: a short text in a file such as a\.fix\.md"
+        ValueError, match=r"is not a fragment: a short text in a file such as a\.fix\.md"
     ):
         changelog.page(tmp_path)
     (tmp_path / name).rename(tmp_path / "a.fix.md").write_text(" \n")
-    with pytest.raises(ValueError, match="is no fragment"):
+    with pytest.raises(ValueError, match="is not a fragment"):
         changelog.page(tmp_path)
 
 

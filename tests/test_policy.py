@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,25 @@ def test_layers_import_only_what_is_below_them() -> None:
 
 def test_every_folder_has_its_place_among_the_layers() -> None:
     assert {layer_of(path) for path in python_files()} == {*LAYERS, "__init__"}
+
+
+def test_contributing_shows_every_folder_and_the_arrow_as_it_is() -> None:
+    page = (PACKAGE.parent.parent / "CONTRIBUTING.md").read_text("utf-8")
+    arrow = re.search(r"Imports go one way: `(.+?)`", page)
+    assert arrow is not None
+    assert arrow[1].split(" <- ") == LAYERS
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    shown = {name for row in rows for name in re.findall(r"`([^`]+?)/?`", row)}
+    models = {name_of(path) for path in (PACKAGE / "models").iterdir()} - {""}
+    layers = {f"src/interpose/{name_of(path)}" for path in PACKAGE.iterdir()} - {"src/interpose/"}
+    assert not (models | layers) - shown
+    for name in shown - models - layers:
+        assert (PACKAGE.parent.parent / name).exists(), f"CONTRIBUTING.md tells of {name}"
+
+
+def name_of(path: Path) -> str:
+    """A folder or a file of code as CONTRIBUTING.md calls it; nothing for what Python adds."""
+    return "" if path.name.startswith("__") or path.name == "py.typed" else path.name
 
 
 def test_exported_names_are_sorted_and_complete() -> None:

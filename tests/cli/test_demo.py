@@ -67,7 +67,7 @@ def test_the_trace_is_that_of_raw_torch_hooks() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "said"),
     [
-        ("The Colosseum is in", "must have as many tokens"),
+        ("The Colosseum is in", "must have the same number of tokens"),
         ("The Eiffel Tower is in", "nothing to trace"),
     ],
 )

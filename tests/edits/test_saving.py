@@ -262,7 +262,7 @@ def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
         "FILE: edits[0].type is 'adds', and no edit is called so. There are: Edit, add, at, clamp, fill,"
     )
     file.write_text(right.replace('"layer": 1', '"layers": 1'))
-    assert error() == "FILE: edits[0].layers is no field of add: written by another version?"
+    assert error() == "FILE: edits[0].layers is not a field of add: written by another version?"
     file.write_text(right.replace('"layer": 1', '"layer": {"span": [1, 2]}'))
     assert error() == (
         "FILE: edits[0].layer is an object with 'span': that is nothing that edits are written with. Written by "
@@ -275,7 +275,7 @@ def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
     file.write_text("{}")
     assert error() == "FILE holds no edits of interpose."
     file.write_text("{")
-    assert "is no JSON" in error()
+    assert "is not JSON" in error()
     with pytest.raises(FileNotFoundError, match=r"no edits in .*: it has no edits\.json"):
         ip.load_edits(tmp_path / "nowhere")
 

@@ -126,7 +126,7 @@ def test_sites_that_are_not_there_are_refused_with_what_is() -> None:
     assert error(ip.at("z", layer=1, head=1, pos=2, exclude={"head": 1, "pos": [2, 3]})).endswith(
         "all of it is excluded."
     )
-    assert "is no rectangle of" in error(ip.at("z", layer=1, exclude={"head": 1, "pos": 2}))
+    assert "is not a rectangle of" in error(ip.at("z", layer=1, exclude={"head": 1, "pos": 2}))
     with pytest.raises(
         ip.AmbiguousSite, match=r"two selections of 'blocks\.1\.attn\.hook_z' in one list"
     ):

@@ -490,7 +490,7 @@ def test_what_is_nearly_right_is_taken_or_explained(net: nn.Sequential, x: Tenso
         model.run_with_hooks(x, fwd_hook=[])
     with pytest.raises(TypeError, match=r"reset_hooks takes no names; got '1'"):
         model.reset_hooks("1")
-    with pytest.raises(ip.SiteNotFound, match="this Tanh is no part of Sequential"):
+    with pytest.raises(ip.SiteNotFound, match="this Tanh is not a part of Sequential"):
         model.run_with_hooks(x, fwd_hooks=[(nn.Tanh(), by_return)])
     with pytest.raises(TypeError, match="an edit takes a number or a tensor; got list"):
         model.run_with_hooks(x, hooks=[ip.add("1", [1.0])])

@@ -282,7 +282,7 @@ def test_files_that_are_no_experiment_are_refused(tmp_path: Path) -> None:
     data = plain().to_dict()
     path = tmp_path / "x.json"
     for wrong, said in (
-        ("nothing", "is no JSON"),
+        ("nothing", "is not JSON"),
         ("[]", "holds no experiment, as"),
         ("{}", "holds no experiment, as"),
         (

@@ -112,12 +112,12 @@ def test_kinds_come_out_of_the_annotations_of_a_dataclass() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no JSON: Expecting value"),
-        ('{"a": NaN}', "is no JSON: NaN is no number in JSON"),
-        ('{"a": -Infinity}', "is no JSON: -Infinity is no number"),
-        ('{"a": 1e999}', "is no JSON: the number 1e999 is too large"),
-        ('{"a": ' + "9" * 5000 + "}", "is no JSON: Exceeds the limit"),
-        ('{"a": 1, "b": 2, "a": 1}', "is no JSON: the field 'a' is there twice"),
+        ("", "is not JSON: Expecting value"),
+        ('{"a": NaN}', "is not JSON: NaN is not a number in JSON"),
+        ('{"a": -Infinity}', "is not JSON: -Infinity is not a number"),
+        ('{"a": 1e999}', "is not JSON: the number 1e999 is too large"),
+        ('{"a": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
+        ('{"a": 1, "b": 2, "a": 1}', "is not JSON: the field 'a' is there twice"),
         ("[" * 60 + "]" * 60, "has lists in lists, deeper than 50"),
         ("[" * 200_000, "has lists in lists, deeper than 50"),
         ('{"a":' * 200_000, "has lists in lists, deeper than 50"),
@@ -140,7 +140,7 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
         for read in (read_json, read_tensors):
             with pytest.raises(ip.FileError, match=said):
                 read(path)
-    with pytest.raises(ip.FileError, match=r"byte 1 is no UTF-8"):
+    with pytest.raises(ip.FileError, match=r"byte 1 is not UTF-8"):
         read_json(tmp_path / "x")
     with pytest.raises(ip.FileError, match=r"has 3 bytes, and may have 2"):
         read_json(tmp_path / "x", most=2)
@@ -148,7 +148,7 @@ def test_only_regular_files_of_a_fair_size_are_read(tmp_path: Path) -> None:
         read_json(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         read_json(tmp_path / "none")
-    with pytest.raises(ip.FileError, match="is no name of a file"):
+    with pytest.raises(ip.FileError, match="is not a name of a file"):
         read_json("a\0b")
     with pytest.raises(ip.FileError, match="is not a safetensors file"):
         read_tensors(tmp_path / "x")
@@ -165,7 +165,7 @@ def test_foreign_tensors_have_no_header_of_ours(tmp_path: Path) -> None:
         ip.Cache.load(path)
     good = {"same": {"a": "a", "b": "a"}, "aliases": {"c": "a"}, "calls": {}}
     for about, said in (
-        ("[NaN]", "is no JSON: NaN is no number"),
+        ("[NaN]", "is not JSON: NaN is not a number"),
         ("[]", "is an empty list, and should be an object with same, aliases, calls"),
         (json.dumps({**good, "calls": {"a": "b"}}), "calls.a is 'b', and should be a list"),
         (json.dumps({**good, "aliases": {"a": 3}}), "aliases.a is 3, and should be a text"),
@@ -206,6 +206,6 @@ def test_any_json_passes_or_is_refused_in_a_sentence(data: Any, draw: st.DataObj
         read = parse_json(json.dumps(data))
     except ip.FileError as error:
         text = str(error)
-        assert "is no JSON" in text
+        assert "is not JSON" in text
     else:
         assert read == data

@@ -49,6 +49,19 @@ def sound(model_type: str, **options: Any) -> Report:
     return checked(model_type, **options)[1]
 
 
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        ({}, "0 sites, none absent, 0 proofs"),
+        ({"a": "why"}, "1 absent for 1 reason,"),
+        ({"a": "why", "b": "why"}, "2 absent for 1 reason,"),
+        ({"a": "why", "b": "else"}, "2 absent for 2 reasons,"),
+    ],
+)
+def test_a_report_counts_in_words(absent: dict[str, str], said: str) -> None:
+    assert said in Report(model="", sites={}, absent=absent, findings=()).title
+
+
 def promises(report: Report) -> set[str]:
     return {finding.promise for finding in report.findings if not finding.passed}
 

@@ -525,7 +525,7 @@ def test_norms_that_stand_in_the_stream_are_refused() -> None:
             VALUES,
             (
                 "the pattern of blocks.0.attn does not sum to 1 (attention sinks?), so that a bias of "
-                "its values is no constant."
+                "its values is not constant."
             ),
         ),
         (

@@ -126,7 +126,7 @@ METHODS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_of_language_say_that_a_model_of_images_is_none(name: str) -> None:
     model = TransformerModel(tiny.build("vit", "vision", layers=1))
-    with pytest.raises(ip.Unsupported, match="reads pixel_values: it is no language model"):
+    with pytest.raises(ip.Unsupported, match="reads pixel_values: it is not a language model"):
         METHODS[name](model, TOKENS)
 
 

@@ -276,7 +276,7 @@ def test_what_no_parameter_says_is_measured_and_what_is_no_norm_is_refused() -> 
     assert not model.blocks[0].ln1.formula.exact
     block.input_layernorm.__class__ = CubedNorm
     with pytest.raises(
-        ip.Unsupported, match=r"input_layernorm \(CubedNorm\) is no norm of the usual"
+        ip.Unsupported, match=r"input_layernorm \(CubedNorm\) is not a norm of the usual"
     ):
         model.blocks[0].ln1.factor  # noqa: B018
 

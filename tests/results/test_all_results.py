@@ -369,8 +369,8 @@ def test_what_is_no_result_is_refused_in_a_sentence(tmp_path: Path) -> None:
     data = made("SweepResult").to_dict()
     tensor = data["each"]
     wrong: dict[str, Any] = {
-        "{": "is no JSON",
-        "[]": "is no result that interpose wrote: it has no format",
+        "{": "is not JSON",
+        "[]": "is not a result that interpose wrote: it has no format",
         '{"format": 3}': "its format is '3'",
         '{"format": "interpose.Model", "version": 1}': "its format is 'interpose.Model'",
         json.dumps({**data, "colour": 1}): "has a field 'colour', which is none of: ",

@@ -196,7 +196,7 @@ def test_pairs_of_different_lengths_are_shown_token_by_token() -> None:
         "pair 1 has 3 and 4 tokens, so that positions do not correspond:\n"
         "  clean:   the |  cat |  sat\n"
         "  corrupt: the |  cat |  sat |  on\n"
-        "Choose words of as many tokens; in ip.sweep, align='end' lets both end together."
+        "Choose words with the same number of tokens; in ip.sweep, align='end' lets both end together."
     )
 
 

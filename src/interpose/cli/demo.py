@@ -28,7 +28,7 @@ class Story:
 
     Attributes:
         clean: The prompt whose answer is looked for.
-        corrupt: A prompt of as many tokens with another answer.
+        corrupt: A prompt of the same number of tokens, with another answer.
         tokens: The clean prompt, token by token.
         answer: What the model says to the clean prompt.
         other: What it says to the corrupted one.
@@ -111,7 +111,7 @@ def investigate(model: TransformerModel, clean: str, corrupt: str) -> Story:
     if clean_tokens.shape != corrupt_tokens.shape:
         pieces = " and ".join(str(model.to_str_tokens(text)) for text in (clean, corrupt))
         raise ValueError(
-            f"the two prompts must have as many tokens, so that positions match; they have "
+            f"the two prompts must have the same number of tokens, so that positions match; they have "
             f"{clean_tokens.shape[1]} and {corrupt_tokens.shape[1]}: {pieces}."
         )
     clean_logits, cache = model.run_with_cache(clean_tokens, names_filter="resid_pre")

@@ -86,7 +86,7 @@ def demo(
     clean: Annotated[str | None, typer.Option(metavar="TEXT", help="A prompt of your own.")] = None,
     corrupt: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="One of as many tokens, with another answer."),
+        typer.Option(metavar="TEXT", help="One of the same number of tokens, with another answer."),
     ] = None,
 ) -> Iterator[str]:
     """Find where the pocket model keeps a fact.
@@ -96,7 +96,9 @@ def demo(
     from interpose.cli import demo
 
     if (clean is None) != (corrupt is None):
-        raise ValueError("--clean and --corrupt go together: two prompts of as many tokens.")
+        raise ValueError(
+            "--clean and --corrupt go together: two prompts of the same number of tokens."
+        )
     if wanted.html is None and not wanted.python:
         wanted = replace(wanted, html="demo.html")
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ

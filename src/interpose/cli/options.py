@@ -79,7 +79,7 @@ class Saved(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Shown:
-    """What a command found that is no result of the library's: as text, data, records and a page."""
+    """What a command found that is not a result of the library's: as text, data, records and a page."""
 
     text: str
     data: Any

@@ -15,7 +15,9 @@ Clean = Annotated[
 ]
 Corrupt = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="To compare with: as many texts, of as many tokens."),
+    typer.Option(
+        metavar="TEXT", help="To compare with: one for each --clean, of the same number of tokens."
+    ),
 ]
 Answer = Annotated[
     list[str] | None,

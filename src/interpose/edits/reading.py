@@ -161,7 +161,7 @@ class _Reader:
         for word, value in words.items():
             here = field.of(word)
             if word not in there:
-                raise here.says(f"is no field of {made.__name__}: written by another version?")
+                raise here.says(f"is not a field of {made.__name__}: written by another version?")
             read[word] = self.take(value, here)
             kind = _SITE if word == "site" else _Listed(kind_of(hints.get(word, Any), _GIVEN))
             kind(read[word], here)
@@ -256,7 +256,7 @@ def _written_inside(held: Mapping[str, Any], field: Field) -> Tensor:
     try:
         raw = bytearray(base64.b64decode(held["base64"], validate=True))
     except binascii.Error as error:
-        raise field.of("base64").says(f"is no base64: {error}.") from None
+        raise field.of("base64").says(f"is not base64: {error}.") from None
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise field.says(
             f"has {len(raw)} bytes, and a tensor of {held['dtype']} and shape {shown(shape)} has others."
@@ -273,7 +273,7 @@ def _regex(data: Any, field: Field) -> re.Pattern[str]:
     try:
         return re.compile(text, words["flags"])
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise field.says(f"is no regex: {error}.") from None
+        raise field.says(f"is not a regex: {error}.") from None
 
 
 def _costly(text: str, flags: int) -> str:

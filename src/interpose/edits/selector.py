@@ -174,7 +174,7 @@ class at(Saved):
                 else "what it excludes is a corner of what it selects"
             )
             raise NothingSelected(
-                f"{self.label} is no rectangle of {hook.name!r}: {why}, so it can be written to and "
+                f"{self.label} is not a rectangle of {hook.name!r}: {why}, so it can be written to and "
                 "not read. Say occurrence='first' or 'last', or read the whole value."
             )
         block = places.blocks[0]

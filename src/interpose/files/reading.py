@@ -36,7 +36,7 @@ def read_json(path: str | Path, kind: Kind | None = None, *, most: int = LARGEST
     try:
         text = read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise FileError(f"{source} is no JSON: byte {error.start} is no UTF-8.") from None
+        raise FileError(f"{source} is not JSON: byte {error.start} is not UTF-8.") from None
     return parse_json(text, kind, source)
 
 
@@ -65,7 +65,7 @@ def parse_json(text: str, kind: Kind | None = None, source: str = "this text") -
     except RecursionError:
         raise FileError(f"{source} has lists in lists, deeper than {DEPTH}.") from None
     except ValueError as error:
-        raise FileError(f"{source} is no JSON: {error}") from None
+        raise FileError(f"{source} is not JSON: {error}") from None
     _must_be_shallow(data, source)
     return data if kind is None else kind(data, Field(source))
 
@@ -149,7 +149,7 @@ def _regular(path: str | Path, most: int | None) -> Path:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {str(path)!r}.") from None
     except ValueError as error:  # a zero byte in the name
-        raise FileError(f"{str(path)!r} is no name of a file: {error}") from None
+        raise FileError(f"{str(path)!r} is not a name of a file: {error}") from None
     if stat.S_ISDIR(there.st_mode):
         raise IsADirectoryError(f"{str(path)!r} is a folder, and a file is read here.")
     if not stat.S_ISREG(there.st_mode):
@@ -160,7 +160,7 @@ def _regular(path: str | Path, most: int | None) -> Path:
 
 
 def _no_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number in JSON")
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 def _finite(word: str) -> float:

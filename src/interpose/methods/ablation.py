@@ -194,7 +194,7 @@ def _put_in(means: dict[str, Tensor]) -> Callable[..., Any]:
 
 
 def _drawn(rows: Any, others: Any, seed: int) -> list[int]:
-    """For each text the number of another one with as many tokens; never one that is the same."""
+    """For each text the index of another one of the same length in tokens; never of an equal one."""
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for number, row in enumerate(rows):

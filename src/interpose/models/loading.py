@@ -45,7 +45,7 @@ def wrap(module: nn.Module, tokenizer: Any = None, processor: Any = None) -> Mod
         return TransformerModel(module, tokenizer=tokenizer, processor=processor)
     if tokenizer is not None or processor is not None:
         raise TypeError(
-            f"{type(module).__name__} is no model of transformers: it takes no tokenizer. Leave it out: "
+            f"{type(module).__name__} is not a model of transformers: it takes no tokenizer. Leave it out: "
             "ip.wrap(module)."
         )
     return Model(module)

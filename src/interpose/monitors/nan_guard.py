@@ -92,7 +92,7 @@ class NaNGuard(Detector):
         return ("fwd", "bwd") if self.gradients else ("fwd",)
 
     def must_fire(self, direction: str) -> bool:
-        """A run without a backward pass is no mistake."""
+        """A run without a backward pass is not a mistake."""
         return direction == "fwd"
 
     def read(self, value: Tensor, hook: HookPoint) -> None:

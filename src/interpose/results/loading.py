@@ -55,7 +55,7 @@ def result_of(
     kind = getattr(public, name) if name in public.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, Result)):
         said = "it has no format" if form is None else f"its format is {str(form)[:60]!r}"
-        raise FileError(f"{source} is no result that interpose wrote: {said}.")
+        raise FileError(f"{source} is not a result that interpose wrote: {said}.")
     return kind.from_dict(data, tensors, source)
 
 
@@ -84,4 +84,6 @@ def _unpacked(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
         return {"format": "interpose.probe", **said["interpose.probe"], **kept}, tensors
     if texts.get("format") == "interpose.TunedLens 1":
         return {"format": "interpose.TunedLens", "version": 1, **said, **kept}, tensors
-    raise FileError(f"{str(path)!r} is no result that interpose wrote: its header has no format.")
+    raise FileError(
+        f"{str(path)!r} is not a result that interpose wrote: its header has no format."
+    )

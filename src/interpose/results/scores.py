@@ -70,7 +70,9 @@ class Scores(Result):
         for name in _TOKENS if self.tokens is not None else ():
             for at in self.axes.get(name, ()):
                 if type(at) is not int or not -count <= at < count:
-                    raise ValueError(f"{name} {at!r} is no position of a text of {count} tokens.")
+                    raise ValueError(
+                        f"{name} {at!r} is not a position of a text of {count} tokens."
+                    )
 
     @classmethod
     def averaged(cls, each: Tensor, /, **said: Any) -> Self:

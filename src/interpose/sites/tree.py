@@ -237,7 +237,7 @@ class ModuleTree:
             for path, module in self.modules():
                 if module is inner:
                     return [(self.place(path, module), True)]
-            raise SiteNotFound(f"this {type(wanted).__name__} is no part of {self.label}.")
+            raise SiteNotFound(f"this {type(wanted).__name__} is not a part of {self.label}.")
         if isinstance(wanted, str):
             if not is_glob(wanted) or self.walk(wanted)[2] == "":
                 return [(self.site(wanted), True)]

@@ -147,7 +147,7 @@ def _must_match(model: TransformerModel, rows: Sequence[Row], others: Sequence[R
             raise ValueError(
                 f"pair {number} has {_length(row)} and {_length(other)} tokens, so that positions do not correspond:\n"
                 f"  clean:   {_shown(model, row)}\n  corrupt: {_shown(model, other)}\n"
-                "Choose words of as many tokens; in ip.sweep, align='end' lets both end together."
+                "Choose words with the same number of tokens; in ip.sweep, align='end' lets both end together."
             )
 
 

@@ -187,7 +187,7 @@ def _allowed(single: Tensor, base: Tensor) -> float:
 def _answers(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:
     """Whether logits of some tokens and positions are those of the unembedding's columns, whatever comes after it."""
     if not can_be_picked(model) or others_look(model):
-        return "the unembedding is no plain linear map, or hooks of torch are on it"
+        return "the unembedding is not a plain linear map, or hooks of torch are on it"
     some, kept = torch.tensor([2, 5], device=tokens.device), Kept((-3, -1), picked=True)
     try:
         with only(model, some, kept=kept):

@@ -576,5 +576,5 @@ def test_prompts_of_different_lengths_are_refused() -> None:
     model = ip.load("pocket", device="cpu")
     _, cache = model.run_with_cache("The capital of France is", prepend_bos=True)
     corrupt = model.to_tokens("The capital of Germany is", prepend_bos=False)
-    with pytest.raises(ValueError, match="must have as many tokens"):
+    with pytest.raises(ValueError, match="must have the same number of tokens"):
         patching.get_act_patch_resid_pre(model, corrupt, cache, lambda logits: logits[0, -1, 0])

@@ -163,7 +163,7 @@ class BlockReader:
 
     def _without_stream(self) -> None:
         reason = (
-            "the block's output is no sum of its input and what its parts return (streams that are "
+            "the block's output is not a sum of its input and what its parts return (streams that are "
             "mixed, or scaled channel by channel)"
         )
         self.block.absent["resid_mid"] = reason

@@ -1,4 +1,7 @@
-"""Norms: which formula one follows, checked on the probe's numbers, so that its scale can be named."""
+"""Norms: which formula one follows, checked on the probe's numbers, so that its scale can be named.
+
+What it multiplies with and adds is measured on the live module, in `models/stream/formula.py`.
+"""
 
 from __future__ import annotations
 

@@ -52,5 +52,5 @@ def why_not_plain(module: nn.Module) -> str | None:
         return f"its {type(module).__name__} has {', '.join(others[:3])} besides a weight"
     weight = module._parameters.get("weight")
     if weight is None or not weight.is_floating_point() or weight.element_size() < 2:
-        return f"the weight of its {type(module).__name__} is no plain matrix (quantised?)"
+        return f"the weight of its {type(module).__name__} is not a plain matrix (quantised?)"
     return None

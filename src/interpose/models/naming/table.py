@@ -357,7 +357,7 @@ class Table:
             endpoint = Endpoint(path=f"{at}logits", module=point, tail=OUTPUT, shape=router.shape)
             self._add(f"{at}hook_router_logits", endpoint, ("batch", "pos", "expert"), switch=point)
         else:
-            self.absent[f"{at}hook_router_logits"] = "its router is no single linear map"
+            self.absent[f"{at}hook_router_logits"] = "its router is not a single linear map"
 
 
 def _keys(axes: tuple[str, ...], found: Attention) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def _check_values(model: TransformerModel, attentions: list[str], sums_to_one: s
         if at in sums_to_one and not (pattern.sum(-1) - 1).abs().max() <= max(close, 1e-3):
             raise Unsupported(
                 f"the pattern of {at} does not sum to 1 (attention sinks?), so that a bias of its "
-                "values is no constant."
+                "values is not constant."
             )
         if pattern.ndim != 4 or v.shape[-1] != z.shape[-1] or pattern.shape[-1] != v.shape[-3]:
             continue

@@ -82,7 +82,8 @@ class Report(Result):
         """The verdict, in a line."""
         verdict = "every promise holds" if self.passed else "NOT all promises hold"
         reasons = len(set(self.absent.values()))
+        absent = f"{len(self.absent)} absent for {reasons} reason{'s' * (reasons != 1)}"
         return (
-            f"{self.model}: {verdict}; {len(self.sites)} sites, {len(self.absent)} absent for "
-            f"{reasons} reasons, {len(self.findings)} proofs in {self.seconds:.1f} s"
+            f"{self.model}: {verdict}; {len(self.sites)} sites, {absent if reasons else 'none absent'}, "
+            f"{len(self.findings)} proofs in {self.seconds:.1f} s"
         )

@@ -83,7 +83,7 @@ def must_read_text(model: TransformerModel) -> None:
     reads = getattr(model.root, "main_input_name", "input_ids")
     if reads != "input_ids":
         raise Unsupported(
-            f"this runs texts, and {name} reads {reads}: it is no language model. Run it with its own inputs: "
+            f"this runs texts, and {name} reads {reads}: it is not a language model. Run it with its own inputs: "
             f"model.run_with_hooks({reads}=..., hooks=[...]), model.run_with_cache({reads}=...)."
         )
 

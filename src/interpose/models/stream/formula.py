@@ -147,8 +147,8 @@ def formula_of(norm: Norm, width: int, like: Tensor) -> Formula:
     error, centred, factor = min(fits, key=itemgetter(0))
     if not error <= 3e-2 * float(bent[told].abs().max()):
         raise Unsupported(
-            f"{norm.endpoint.path} ({type(module).__name__}) is no norm of the usual formula, a factor times what is "
-            f"left when it is divided by its size{f': {norm.why_not}' if norm.why_not else ''}."
+            f"{norm.endpoint.path} ({type(module).__name__}) is not a norm of the usual formula, a factor times what "
+            f"is left when it is divided by its size{f': {norm.why_not}' if norm.why_not else ''}."
         )
     return _settled(module, Formula(factor=factor, summand=(up + down) / 2, centred=centred), own)
 

@@ -324,5 +324,5 @@ def must_fit(name: str, clean: Tensor, value: Tensor) -> None:
     if clean.ndim == value.ndim and clean.shape[1:] != value.shape[1:]:
         raise ValueError(
             f"{name!r} is {tuple(clean.shape)} in clean_cache and {tuple(value.shape)} in the corrupted run: "
-            "the two prompts must have as many tokens (give both the same prepend_bos)."
+            "the two prompts must have the same number of tokens (give both the same prepend_bos)."
         )
