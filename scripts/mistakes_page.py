@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
 HEAD = """# Mistakes
 
 What people get wrong, and what interpose says to it. Written by `python -m scripts.mistakes_page`, which makes each
-mistake; a test makes them again. Before each line there was this:
+mistake; a test makes them again. Each was made after these lines:
 
 ```python
 import torch

@@ -121,8 +121,8 @@ def of_transformers(name: str) -> str:
     if not (name in _OF_TRANSFORMERS or kind in kinds() or kind != name or ".hook_" in name):
         return ""
     return (
-        f"Models of transformers have {name!r}, whose layers and heads are known: ip.load(name), or "
-        "ip.wrap(module, tokenizer). Other modules have the names of their own parts."
+        f"Only models of transformers have {name!r}: ip.load(name), or ip.wrap(module, tokenizer). Other modules have "
+        "the names of their own parts."
     )
 
 

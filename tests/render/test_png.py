@@ -121,7 +121,7 @@ def test_many_columns_have_narrow_cells_and_one_axis_is_a_column():
     assert not text_at(wide, "0.50", (0, 0, 0))
     one = Labelled(values=torch.tensor([1.0, -1.0]), labels={"head": ["0.1", "5.3"]}, what="x")
     assert text_at(decode(png.picture(one)), "5.3")
-    with pytest.raises(ValueError, match="of one or two axes; here there are a, b, c"):
+    with pytest.raises(ValueError, match="has one or two axes; here there are a, b, c"):
         png.picture(
             Labelled(values=torch.ones(1, 1, 1), labels={"a": ["0"], "b": ["0"], "c": ["0"]})
         )

@@ -94,7 +94,7 @@ class Labelled:
         """All numbers as one grid, for a picture."""
         if len(self.labels) > 2 or not self.values.numel():
             raise ValueError(
-                f"a picture is of one or two axes; here there are {', '.join(self.labels)}. Save a page, which shows "
+                f"a picture has one or two axes; here there are {', '.join(self.labels)}. Save a page, which shows "
                 "them all; of Scores, pick(...) and sum(...) leave fewer."
             )
         ((_, grid),) = self.grids()

@@ -1,4 +1,4 @@
-"""Sweeps: one experiment at many places, with as little arithmetic as causality allows."""
+"""Many runs that differ in their changes, with as little arithmetic as causality allows: variants, sweeps, metrics."""
 
 from interpose.sweeps import metrics
 
