@@ -15,12 +15,12 @@ from interpose.models.discovery.anatomy import Tower
 from interpose.sweeps import noise
 from interpose.sweeps.answers import Kept, only, unembedding
 from interpose.sweeps.cells import Cell, Change, Changes, Row, acted, patch, sent
+from interpose.sweeps.measurement import Measurement, precisions
 from interpose.sweeps.metrics import Examples, Metric, all_looked_at, function, kept_by
 from interpose.sweeps.narrowing import Filled, Looks, looked_at, together
 from interpose.sweeps.planning import Group, Sizes, Tally, groups
 from interpose.sweeps.prompts import Batch
 from interpose.sweeps.proof import Proof, may_begin_late, others_listen, prove, strangers
-from interpose.sweeps.reading import Reading, precisions
 from interpose.sweeps.reference import Reference, refer
 from interpose.sweeps.wavefront import run_rows
 
@@ -206,7 +206,7 @@ class _End:
     """One of the two runs that a sweep goes between: what the module takes, what reads it, and its metrics."""
 
     inputs: Mapping[str, Tensor]
-    read: Reading
+    read: Measurement
     metrics: Tensor
     """[precision, metric, 1, example]."""
 
@@ -219,7 +219,7 @@ class _End:
         own: torch.dtype,
     ) -> _End:
         _must_look_at_text(task.metrics, examples)
-        read = Reading.of(task.metrics, examples, own)
+        read = Measurement.of(task.metrics, examples, own)
         return _End(inputs, read, read(logits))
 
 

@@ -26,7 +26,7 @@ def precisions(logits: Tensor, columns: Tensor | None, own: torch.dtype) -> list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Measurement:
     """The metrics of some examples.
 
     Attributes:
@@ -44,11 +44,11 @@ class Reading:
     batch: int
 
     @staticmethod
-    def of(metrics: Sequence[Metric], examples: Examples, own: torch.dtype) -> Reading:
+    def of(metrics: Sequence[Metric], examples: Examples, own: torch.dtype) -> Measurement:
         """Metrics of examples whose clean logits are there."""
         assert examples.clean is not None
         clean = precisions(examples.clean, examples.columns, own)
-        return Reading(
+        return Measurement(
             metrics=metrics,
             measures=[
                 [one.bind(replace(examples, clean=each)) for one in metrics] for each in clean
