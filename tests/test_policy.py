@@ -30,6 +30,7 @@ LAYERS = [
     "sites",
     "taps",
     "engine",
+    "activations",
     "models",
     "edits",
     "sweeps",
