@@ -148,6 +148,12 @@ from interpose.monitors.statistics import (
     activation_statistics as activation_statistics,
 )
 
+# Stores of activations
+from interpose.activations import ActivationBatch as ActivationBatch
+from interpose.store.harvest import harvest as harvest
+from interpose.store.store import Store as Store, open_store as open_store
+from interpose.store.stream import stream as stream
+
 # Results
 from interpose.results.bootstrap import Interval as Interval
 from interpose.results.loading import load_result as load_result
