@@ -36,6 +36,7 @@ LAYERS = [
     "sweeps",
     "methods",
     "monitors",
+    "detectors",
     "experiments",
     "cli",
     "dialects",
