@@ -27,6 +27,7 @@ from interpose.progress import Progress, ShowProgress
 from interpose.render.text import human_bytes
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
+from interpose.store.filling import SegmentMaker, sweep_unfinished
 from interpose.store.records import (
     ABOUT,
     COMMITS,
@@ -40,7 +41,6 @@ from interpose.store.records import (
     commit_name,
 )
 from interpose.store.rows import row_length, texts_of, tokens_a_text
-from interpose.store.segments import SegmentMaker, sweep_unfinished
 from interpose.store.sources import Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
