@@ -151,6 +151,7 @@ from interpose.monitors.statistics import (
 
 # Stores of activations
 from interpose.activations import ActivationBatch as ActivationBatch
+from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream

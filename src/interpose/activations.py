@@ -1,12 +1,13 @@
 """What a store and a live model have in common for whoever trains on activations: vectors, batch by batch.
 
 A vector is a value of a site at one position of one row of text. Methods and trainers take anything of this form and
-know nothing of where it is from.
+know nothing of where it is from. Trainers take `Activations`; methods that read texts take `ActivationRows` in their
+place, and read values instead of running a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,3 +82,43 @@ class Activations(Protocol):
             seed: of the order.
             epochs: how often all of them come; None for ever.
         """
+
+
+@runtime_checkable
+class ActivationRows(Protocol):
+    """Rows of tokens with the values of some sites at their positions, such as a store."""
+
+    @property
+    def sites(self) -> Mapping[str, Any]:
+        """What there is, by canonical name; ``made`` of each is the dtype that the model computes it in."""
+
+    @property
+    def hooks(self) -> Sequence[str]:
+        """What changed values while they were made, by its label."""
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+
+    def lengths(self) -> Tensor:
+        """How many tokens each row has, [row]."""
+
+    def tokens_of(self, row: int) -> Tensor:
+        """The tokens of a row, [pos]."""
+
+    def gather(self, site: Any, row: Any, pos: Any) -> Tensor:
+        """Single vectors of a site, [vector, ...]; an error for a position that is not there.
+
+        Args:
+            site: which site.
+            row: the row of each.
+            pos: the position of each in its row.
+        """
+
+    def statistics(self, site: Any = None) -> Any:
+        """Statistics of every unit of some sites, or of all, over what is there."""
+
+    def has_all_positions(self) -> bool:
+        """Whether there is a vector for every token of every row."""
+
+    def must_be_of(self, model: Any) -> None:
+        """Refuse a model whose values these are not."""

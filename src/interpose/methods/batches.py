@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interpose.activations import ActivationRows
+from interpose.edits.stored import read_stored
+from interpose.engine.cache import Cache
 from interpose.errors import NothingSelected, Unsupported
 from interpose.models.running.rows import must_read_text as must_read_text
 from interpose.models.running.rows import tokens_of
@@ -21,6 +24,7 @@ from interpose.sweeps.reference import wanted_logits
 from interpose.sweeps.variants import VariantRuns
 
 if TYPE_CHECKING:
+    from interpose.edits.selector import at
     from interpose.models.transformer import TransformerModel
 
 
@@ -35,6 +39,7 @@ class Batch:
         numbers: the place of each example in the dataset.
         total: how many examples the dataset has.
         first: the first position at which the two differ; 0 if there is nothing to compare.
+        rows: where `read` has values from, such as a store; None runs the model.
     """
 
     model: TransformerModel
@@ -43,9 +48,22 @@ class Batch:
     numbers: tuple[int, ...]
     total: int
     first: int
+    rows: ActivationRows | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def read(self, where: at) -> Cache:
+        """The values of the clean texts at a place, without gradients: of a run, or from where they are stored.
+
+        Args:
+            where: which sites, and which part of each value.
+        """
+        if self.rows is not None:
+            return read_stored(self.rows, self.model, where, self.numbers, self.clean)
+        with torch.no_grad():
+            _, cache = self.model.run_with_cache(self.clean, names_filter=where, return_type=None)
+        return cache
 
     def measure(
         self, metric: Metric | Callable[[Tensor], Any], clean_logits: Tensor | None = None
@@ -142,11 +160,7 @@ def batches(
         batch_size: how many examples run together, at most.
         prepend_bos: as in ``to_tokens``, for texts.
     """
-    must_read_text(model)
-    if getattr(model, "training", False):
-        raise Unsupported(
-            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
-        )
+    _must_run(model)
     made = prompts.batches(
         model, clean, corrupt, size=batch_size, prepend_bos=prepend_bos, align=None
     )
@@ -162,6 +176,74 @@ def batches(
         )
         for part in made
     ]
+
+
+def batches_to_read(
+    model: TransformerModel,
+    texts: Any,
+    *,
+    batch_size: int,
+    prepend_bos: bool | None = None,
+    runs: bool = False,
+    among: range | None = None,
+) -> list[Batch]:
+    """As `batches`, also of a store, whose rows are the examples: for methods that look at values by `Batch.read`.
+
+    Args:
+        model: a model of transformers, in eval mode.
+        texts: as in `batches`, or a store.
+        batch_size: how many examples run together, at most.
+        prepend_bos: as in ``to_tokens``, for texts.
+        runs: whether the method runs the model besides, so that both must be of the model as it is.
+        among: which rows of a store; by default all.
+    """
+    if not isinstance(texts, ActivationRows):
+        return batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+    _must_run(model)
+    if prepend_bos is not None:
+        raise ValueError(
+            "a store has tokens, and whether BOS is among them was decided when it was filled: leave prepend_bos out."
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is at least 1; got {batch_size}")
+    texts.must_be_of(model)
+    if runs and texts.hooks:
+        raise Unsupported(
+            f"this store was filled while {', '.join(texts.hooks)} changed values, and this method also runs the model "
+            "as it is. Harvest without hooks, or give the texts."
+        )
+    return [
+        Batch(
+            model=model,
+            clean=torch.stack([texts.tokens_of(row) for row in some]).to(model.device),
+            corrupt=None,
+            numbers=tuple(some),
+            total=len(texts),
+            first=0,
+            rows=texts,
+        )
+        for some in _of_one_length(texts, range(len(texts)) if among is None else among, batch_size)
+    ]
+
+
+def _of_one_length(rows: ActivationRows, among: range, size: int) -> list[list[int]]:
+    """Which rows run together: the shortest first, as of texts."""
+    if not len(among):
+        raise ValueError("this store has no rows yet: ip.harvest(...) fills it.")
+    lengths = rows.lengths()[among.start : among.stop]
+    found = []
+    for length in lengths.unique().tolist():
+        same = ((lengths == length).nonzero()[:, 0] + among.start).tolist()
+        found += [same[at : at + size] for at in range(0, len(same), size)]
+    return found
+
+
+def _must_run(model: TransformerModel) -> None:
+    must_read_text(model)
+    if getattr(model, "training", False):
+        raise Unsupported(
+            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
 
 
 def rows_of(model: TransformerModel, texts: Any, prepend_bos: bool | None = None) -> list[Tensor]:

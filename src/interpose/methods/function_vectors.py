@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import batches_to_read
 from interpose.methods.layers import sites_in
 from interpose.progress import ShowProgress
 
@@ -80,7 +81,8 @@ def function_vector(
 
     Args:
         model: a model of transformers, in eval mode.
-        texts: texts that show the task, of any lengths; only their last tokens are looked at.
+        texts: texts that show the task, of any lengths; only their last tokens are looked at. Or a store of them
+            (`ip.open_store`) with ``z``, ``attn.hook_out`` and ``hook_attn_out`` of each layer; ``pos=-1`` is enough.
         corrupt: texts that do not show it, such as the same with shuffled answers, of any lengths and any number.
             None measures nothing, and goes with ``head`` given as pairs.
         answer: the right answers to ``corrupt``, one token for all or one for each; their probability is measured.
@@ -97,11 +99,14 @@ def function_vector(
         )
     if corrupt is not None and (answer is None) == (metric is None):
         raise ValueError("say what to measure of the corrupted prompts: answer=... or metric=...")
-    parts = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+    parts = batches_to_read(
+        model, texts, batch_size=batch_size, prepend_bos=prepend_bos, runs=corrupt is not None
+    )
     means, written = _averages(model, parts)
     layers, count = list(written), len(next(iter(written.values())))
     effects, noise_floor = torch.full((len(layers), count), torch.nan, device="cpu"), 0.0
-    protocol: dict[str, Any] = {"prompts": parts[0].total, "forwards": len(parts)}
+    protocol: dict[str, Any] = {"prompts": parts[0].total, "forwards": 0}
+    protocol["forwards"] += len(parts) if parts[0].rows is None else 0
     if corrupt is not None:
         swept = ip.sweep(
             model,
@@ -165,7 +170,7 @@ def _averages(
     [head, d_model].
     """
     means, written = {}, {}
-    rows = [_last_tokens(model, part.clean) for part in parts]
+    rows = [_last_tokens(model, part) for part in parts]
     for layer, name in sites_in(model, "z", None, "heads").items():
         z, out, added, divisor = (torch.cat([row[layer][at] for row in rows]) for at in range(4))
         means[name] = z.mean(0)[None, None]
@@ -183,7 +188,7 @@ def _averages(
     return means, written
 
 
-def _last_tokens(model: ip.TransformerModel, tokens: Tensor) -> dict[int, list[Tensor]]:
+def _last_tokens(model: ip.TransformerModel, batch: ip.Batch) -> dict[int, list[Tensor]]:
     """What is needed of the last tokens, by layer.
 
     z [example, head, d_head]; what the output projection returns, and what of it reaches the stream,
@@ -199,7 +204,7 @@ def _last_tokens(model: ip.TransformerModel, tokens: Tensor) -> dict[int, list[T
         ]
         names[layer] += [norm] if norm in model.sites else []
     wanted = ip.at([name for several in names.values() for name in several], pos=-1)
-    _, cache = model.run_with_cache(tokens, names_filter=wanted, return_type=None)
+    cache = batch.read(wanted)
     found = {
         layer: [cache[name][:, 0].float() for name in several] for layer, several in names.items()
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import rows_of
+from interpose.methods.batches import batches_to_read, rows_of
 from interpose.methods.best_places import (
     Found,
     best_of,
@@ -30,7 +30,7 @@ from interpose.methods.best_places import (
     units_in,
     words_of,
 )
-from interpose.progress import Progress, ShowProgress, count
+from interpose.progress import Progress, ShowProgress, count, tracked
 from interpose.render import colours, escape
 from interpose.render.html import Markup, html_table
 from interpose.render.labels import token_label, token_text
@@ -198,7 +198,8 @@ def max_activating(
 
     Args:
         model: a model of transformers, in eval mode.
-        texts: texts, tokens, or what a tokenizer returns; of an iterable each is read once, a part at a time.
+        texts: texts, tokens, or what a tokenizer returns; of an iterable each is read once, a part at a time. Or a
+            store (`ip.open_store`), whose rows are read instead of running the model.
         site: a kind of site.
         layer: which layer.
         neuron: which elements of the value; by default all.
@@ -222,19 +223,18 @@ def max_activating(
     if units is not None and direction is not None:
         raise ValueError("give neuron or direction, not both: directions are numbered from 0.")
     found: Found | None = None
-    count = tokens = forwards = 0
-    for chunk in _chunks(model, texts, batch_size * _CHUNK, progress):
-        for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
-            values = sign * _values(model, batch, site, layer, head, units, direction)
-            counted = torch.ones_like(batch.clean, dtype=torch.bool)
-            counted[:, : int(skip_first)] = False
-            found = no_places(values.shape[2], k, context) if found is None else found
-            numbers = torch.tensor(batch.numbers, device=values.device) + count
-            real = torch.ones_like(counted)
-            best = best_of(values, batch.clean, numbers, real, counted, k, context)
-            found = merged(found, best)
-            tokens, forwards = tokens + int(counted.sum()), forwards + 1
-        count += len(chunk)
+    total = tokens = forwards = 0
+    for batch, before in _batches(model, texts, batch_size, prepend_bos, progress):
+        values = sign * _values(model, batch, site, layer, head, units, direction)
+        counted = torch.ones_like(batch.clean, dtype=torch.bool)
+        counted[:, : int(skip_first)] = False
+        found = no_places(values.shape[2], k, context) if found is None else found
+        numbers = torch.tensor(batch.numbers, device=values.device) + before
+        real = torch.ones_like(counted)
+        best = best_of(values, batch.clean, numbers, real, counted, k, context)
+        found = merged(found, best)
+        total, tokens = total + len(batch), tokens + int(counted.sum())
+        forwards += int(batch.rows is None)
     if found is None:
         raise ValueError("there are no texts.")
     protocol = {"site": site, "layer": layer, "head": head, "sign": sign, "k": k}
@@ -253,7 +253,7 @@ def max_activating(
         protocol={name: value for name, value in protocol.items() if value is not None},
         evidence=EVIDENCE,
         words=words_of(model, found["tokens"]),
-        count=count,
+        count=total,
         **parts_of(found, sign),
     )
 
@@ -262,6 +262,33 @@ def digest_of(direction: Tensor) -> str:
     """Tells directions from others, so that results of different ones are not merged."""
     numbers = direction.detach().to("cpu", torch.float32).contiguous().flatten().tolist()
     return hashlib.sha256(array("f", numbers).tobytes()).hexdigest()[:12]
+
+
+def _batches(
+    model: ip.TransformerModel,
+    texts: Any,
+    batch_size: int,
+    prepend_bos: bool | None,
+    progress: ShowProgress,
+) -> Iterator[tuple[ip.Batch, int]]:
+    """Batches of texts, or of rows of a store, a part at a time; and how many texts were before their first."""
+    size, before = batch_size * _CHUNK, 0
+    if isinstance(texts, ip.ActivationRows):
+        texts.must_be_of(model)
+        for among in tracked(_parts(len(texts), size), progress, "row"):
+            for batch in batches_to_read(
+                model, texts, batch_size=batch_size, prepend_bos=prepend_bos, among=among
+            ):
+                yield batch, 0
+        return
+    for chunk in _chunks(model, texts, size, progress):
+        for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
+            yield batch, before
+        before += len(chunk)
+
+
+def _parts(count: int, size: int) -> list[range]:
+    return [range(at, min(at + size, count)) for at in range(0, count, size)]
 
 
 def _chunks(
@@ -294,8 +321,7 @@ def _values(
 ) -> Tensor:
     """What the units are at each position, [example, pos, unit]."""
     there = ip.at(site, layer=layer, head=head)
-    with torch.no_grad():
-        _, cache = model.run_with_cache(batch.clean, names_filter=there, return_type=None)
+    cache = batch.read(there)
     ((name, whole),) = cache.items()
     point = model.hook_dict[name]
     axes = point.axes

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import batches_to_read
 from interpose.methods.layers import sites_in
 from interpose.methods.linear_fits import Affine, Data, Task, fitted, measures, predicted
 from interpose.models.selection import Some
@@ -169,7 +170,7 @@ def probe(
 
     Args:
         model: a model of transformers, in eval mode.
-        texts: several, or tokens.
+        texts: several, or tokens; or a store (`ip.open_store`), whose rows are read instead of running the model.
         labels: one for each. Floats are numbers; texts, truth values and whole numbers are classes.
         site: a kind of site.
         layer: which; by default all that have the site.
@@ -193,7 +194,7 @@ def probe(
         raise ValueError(f"kind is {', '.join(map(repr, _KINDS))}; got {kind!r}.")
     if stream and kind == "logistic":
         raise ValueError("a logistic probe needs all features at once: kind='ridge' can stream.")
-    batches = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+    batches = batches_to_read(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
     layers = list(sites_in(model, site, layer, repr(site)))
     target, classes = _target(labels, batches[0].total, kind)
     pos = _positions(batches, pos)
@@ -216,7 +217,8 @@ def probe(
     predictions = predicted(data, tasks, fits)
     protocol: dict[str, Any] = {"examples": len(target)}
     protocol |= {"groups": None if groups is None else int(together.max()) + 1, "folds": folds}
-    protocol |= {"strength": strength, "seed": seed, "forwards": len(batches) * (1 + stream)}
+    forwards = 0 if batches[0].rows is not None else len(batches) * (1 + stream)
+    protocol |= {"strength": strength, "seed": seed, "forwards": forwards}
     place = {"site": site, "head": head, "kind": kind}
     return _result(tasks, fits[0][-1], predictions, layers, place, protocol)
 
@@ -273,8 +275,7 @@ def _features(
         head=head,
         occurrence="last" if isinstance(pos, str) else "all",
     )
-    with torch.no_grad():
-        _, cache = model.run_with_cache(batch.clean, names_filter=there, return_type=None)
+    cache = batch.read(there)
     point = model.hook_dict[next(iter(cache))]
     axes = point.axes
     if point.pos_axis != 1 or len(axes) != (3 if head is None else 4):

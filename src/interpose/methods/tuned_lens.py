@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import batches_to_read
 from interpose.progress import ShowProgress, tracked
 from interpose.results.loading import load_result
 
@@ -73,7 +74,8 @@ class TunedLens(ip.Result):
 
         Args:
             model: a causal language model.
-            texts: several texts, or tokens [batch, pos]; as varied as those it will be used on.
+            texts: several texts, or tokens [batch, pos]; as varied as those it will be used on. Or a store
+                (`ip.open_store`) with ``resid_post`` of every layer: what the model says is computed of the last.
             steps: how many batches are trained on; each is one forward pass and one unembedding for each layer.
             learning_rate: of Adam, at first; it falls to zero in a straight line.
             batch_size: how many texts are in a batch, at most; those of one batch have one length.
@@ -87,7 +89,9 @@ class TunedLens(ip.Result):
             raise ip.Unsupported(
                 "nothing is trained inside torch.inference_mode(): call this outside of it."
             )
-        found = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
+        found = batches_to_read(
+            model, texts, batch_size=batch_size, prepend_bos=prepend_bos, runs=True
+        )
         shape, device = _shape(model), found[0].clean.device
         layers, width = shape["layers"], shape["width"]
         maps = [
@@ -103,7 +107,7 @@ class TunedLens(ip.Result):
             batch = found[int(sizes.multinomial(1, generator=draw))]
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 - step / steps)
-            history.append(_gradients(model, batch.clean, maps))
+            history.append(_gradients(model, batch, maps))
             optimizer.step()
         return TunedLens(
             matrices=maps[0].detach(),
@@ -184,14 +188,18 @@ def _translated(stream: Tensor, matrix: Tensor, offset: Tensor) -> Tensor:
     return (wide + wide @ matrix + offset).to(stream.dtype)
 
 
-def _gradients(model: ip.TransformerModel, tokens: Tensor, maps: list[Tensor]) -> Tensor:
+def _gradients(model: ip.TransformerModel, batch: ip.Batch, maps: list[Tensor]) -> Tensor:
     """Put the gradients of each layer's divergence into the maps, and return the divergences, [layer]."""
+    last = len(model.blocks)
     with torch.no_grad():
-        logits, cache = model.run_with_cache(tokens, names_filter="resid_post")
+        if batch.rows is None:
+            logits, cache = model.run_with_cache(batch.clean, names_filter="resid_post")
+        else:
+            cache = batch.read(ip.at("resid_post"))
+            logits = model(cache["resid_post", last - 1], start_at_layer=last)
         own = logits.float().log_softmax(-1)  # [example, pos, d_vocab]
         chance = own.exp()
         entropy = -(chance * own).sum(-1)
-    last = len(model.blocks)
     found = torch.zeros(last)
     for each in maps:
         each.grad = torch.zeros_like(each)

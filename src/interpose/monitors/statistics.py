@@ -8,16 +8,18 @@ of all the data at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from interpose.activations import ActivationRows
+from interpose.edits.stored import must_have
 from interpose.engine.hooks import Detector
 from interpose.engine.model import Model
 from interpose.engine.points import HookPoint
-from interpose.errors import SiteNotFound
+from interpose.errors import SiteNotFound, Unsupported
 from interpose.models.loading import as_model
 from interpose.models.running.masks import mask_at
 from interpose.monitors.dataset import Forward, run_batches
@@ -279,12 +281,37 @@ def activation_statistics(
         model: the model; each of its modules is put back in the mode it was in.
         loader: batches: a DataLoader or any iterable. Of a tuple the first element is the input; a
             dictionary is passed as keywords. For a model of transformers also texts, or tokens, or what a tokenizer
-            returns, by themselves.
-        site: where; None for the output of every module.
+            returns, by themselves; or a store (`ip.open_store`), which counted them when it was filled.
+        site: where; None for the output of every module, or for all that a store has.
         forward: how to run a batch instead: ``lambda model, batch: model(batch["image"])``.
         progress: as in `ip.sweep`.
         unit_axis: as in `Statistics`.
     """
+    if isinstance(loader, ActivationRows):
+        return _of_rows(as_model(model), loader, site, unit_axis is None and forward is None)
     statistics = Statistics(site, unit_axis=unit_axis)
     run_batches(as_model(model), loader, [statistics], forward=forward, progress=progress)
     return statistics.result()
+
+
+def _of_rows(model: Model, rows: ActivationRows, site: Filter, plain: bool) -> ActivationStatistics:
+    """What a store has counted, by the names that were asked for."""
+    rows.must_be_of(model)
+    if not plain:
+        raise ValueError(
+            "a store counted its units when it was filled, each element by itself: leave unit_axis and forward out, "
+            "or give the texts."
+        )
+    if not rows.has_all_positions():
+        raise Unsupported(
+            "this store has some positions of each text only, and statistics of texts are over all. Of what it has: "
+            "store.statistics(site)."
+        )
+    if site is None:
+        return rows.statistics()  # type: ignore[no-any-return]
+    sites = [found for found, _ in model.select(site)]
+    must_have(rows, sites)
+    counted = [rows.statistics(found.canonical).rows[0] for found in sites]
+    return ActivationStatistics(
+        tuple(replace(row, site=found.name) for row, found in zip(counted, sites))
+    )

@@ -13,23 +13,53 @@ from interpose.models.transformer import TransformerModel
 from interpose.store.records import ModelAbout
 
 _AT_ONCE = 2**24
+_QUICK = 2**24
+"""How many weights are compared on a CPU whenever a method takes a store."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 """An odd number without a pattern, as a signed one of 64 bits."""
 
 
 def of_model(model: TransformerModel) -> ModelAbout:
     """Which model it is, down to the bits of its parameters."""
+    return ModelAbout(**_quick(model), weights=of_weights(model.root))
+
+
+def _quick(model: TransformerModel) -> dict[str, str]:
+    """What can be told without looking at weights."""
     module = model.root
     config: Any = getattr(module, "config", None)
     plain = config.to_dict() if hasattr(config, "to_dict") else {}
     first = next(iter(module.parameters()), torch.empty(0))
-    return ModelAbout(
-        name=str(getattr(config, "_name_or_path", "") or "").rstrip("/").rpartition("/")[2],
-        kind=type(module).__name__,
-        config=_hash(json.dumps(_told(plain), sort_keys=True, default=str)),
-        weights=of_weights(module),
-        dtype=str(first.dtype).removeprefix("torch."),
-    )
+    return {
+        "name": str(getattr(config, "_name_or_path", "") or "").rstrip("/").rpartition("/")[2],
+        "kind": type(module).__name__,
+        "config": _hash(json.dumps(_told(plain), sort_keys=True, default=str)),
+        "dtype": str(first.dtype).removeprefix("torch."),
+    }
+
+
+def differs(model: TransformerModel, about: ModelAbout) -> str | None:
+    """In what a model is not the one of a store, in words; None if nothing was found.
+
+    Weights are compared where that takes about a second: on an accelerator, and of small models.
+
+    Args:
+        model: the one in memory.
+        about: the one of the store.
+    """
+    there = _quick(model)
+    for name, mine in there.items():
+        if name != "name" and mine != (said := getattr(about, name)):
+            return f"its {name} is {_short(said)} there, and {_short(mine)} here"
+    size = sum(one.numel() for one in model.root.state_dict().values() if isinstance(one, Tensor))
+    if model.device.type == "cpu" and size > _QUICK:
+        return None
+    same = of_weights(model.root) == about.weights
+    return None if same else "its weights are others"
+
+
+def _short(said: str) -> str:
+    return repr(said if len(said) < 64 else said[:8])
 
 
 # What a config says of where it is from and who wrote it, and not of what the model computes.

@@ -17,9 +17,11 @@ from interpose.engine.cache import Cache
 from interpose.errors import FileError, SiteNotFound
 from interpose.explain.words import nearest, some
 from interpose.files.reading import read_bytes
+from interpose.models.transformer import TransformerModel
 from interpose.monitors.statistics import ActivationStatistics, Summary, finished
 from interpose.names import Speller
 from interpose.render.text import human_bytes, table
+from interpose.store import fingerprint
 from interpose.store.pools import POOL, PooledBatches
 from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
@@ -164,6 +166,27 @@ class Store(Sequence[Cache]):
         )
         return [self.site(one) for one in site] if several else [self.site(site)]
 
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """What was live while it was filled, by its label."""
+        return self.about.hooks
+
+    def has_all_positions(self) -> bool:
+        """Whether there is a vector for every token of every row."""
+        return self.vectors == self.tokens
+
+    def must_be_of(self, model: TransformerModel) -> None:
+        """Refuse a model whose values these are not: by its class, config and, where that is quick, its weights.
+
+        Args:
+            model: of transformers.
+        """
+        if (why := fingerprint.differs(model, self.about.model)) is not None:
+            raise FileError(
+                f"{str(self.path)!r} is a store of another model: {why}. Give the model that it was harvested from, or "
+                "the texts instead of the store."
+            )
+
     # Rows.
 
     def _find(self, row: int) -> tuple[Segment, int]:
@@ -183,6 +206,11 @@ class Store(Sequence[Cache]):
         values = {name: segment.values(name, where)[None].clone() for name in self.sites}
         aliases = {other: name for name, site in self.sites.items() for other in site.aliases}
         return Cache(values, aliases=aliases, spelling=self._speller)
+
+    def lengths(self) -> Tensor:
+        """How many tokens each row has, [row]."""
+        found = [segment.index["offsets"].diff().long() for segment in self.segments]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.long)
 
     def tokens_of(self, row: int) -> Tensor:
         """The tokens of a row, [pos]."""

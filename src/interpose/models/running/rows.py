@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from interpose.activations import ActivationRows
 from interpose.engine.model import Model
 from interpose.errors import Unsupported
 from interpose.models.running import masks
@@ -51,6 +52,12 @@ def read(
         truncate: cut texts that are longer than the model's context; by default they are refused.
     """
     must_read_text(model)
+    if isinstance(given, ActivationRows):
+        raise TypeError(
+            "this runs texts, and was given a store, which has values of them: give the texts. What reads a store "
+            "instead of texts: ip.probe, ip.max_activating, ip.activation_statistics, ip.function_vector and "
+            "ip.TunedLens.fit."
+        )
     found = _read(model, given, prepend_bos, truncate)
     for row in found:
         model.must_have_image(row["input_ids"])
