@@ -36,6 +36,7 @@ LAYERS = [
     "sweeps",
     "methods",
     "monitors",
+    "sae",
     "experiments",
     "cli",
     "dialects",

@@ -7,7 +7,7 @@ every name; names are given without it, and accepted with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -91,6 +91,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.offered: Mapping[str, Site] = {}  # by others, such as the latents of an autoencoder
         self._known: dict[str, Site] = {}
         self._first: dict[int, str] = {}
         self._others: dict[str, list[str]] = {}
@@ -146,7 +147,7 @@ class ModuleTree:
 
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
-        known = self._known.get(name)
+        known = self.offered.get(name) or self._known.get(name)
         if known is not None:
             return known
         module, stem, rest = self.walk(name)
@@ -164,6 +165,10 @@ class ModuleTree:
     def forget(self) -> None:
         """Read everything anew: the module has changed."""
         self._known, self._first, self._others = {}, {}, {}
+
+    def offer(self, sites: Mapping[str, Site]) -> None:
+        """Have sites that others make, by canonical name, in the place of those offered before."""
+        self.offered = sites
 
     def _first_name(self, path: str, module: nn.Module) -> str:
         first = self._first.get(id(module))
@@ -273,9 +278,10 @@ class ModuleTree:
 
     def _glob(self, pattern: str) -> list[Site]:
         regex = compile_glob(pattern)
+        others = [site for name, site in self.offered.items() if regex.fullmatch(name)]
         hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
-        if hits:
-            return [self.place(path, module) for path, module in hits]
+        if hits or others:
+            return [self.place(path, module) for path, module in hits] + others
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
         cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
         tail = None if cut is None else parse_tail(pattern[cut.start() :])
@@ -288,7 +294,7 @@ class ModuleTree:
 
     def _matching(self, accepts: Callable[[str], bool], asked: object) -> list[Site]:
         outputs = [self.place(path, module) for path, module in self.modules()]
-        hits = [site for site in outputs if accepts(site.name)]
+        hits = [site for site in (*outputs, *self.offered.values()) if accepts(site.name)]
         if hits:
             return hits
         # Inputs repeat what came before them, so a filter reaches them only if it accepts no
@@ -302,7 +308,8 @@ class ModuleTree:
     def leads_somewhere(self, name: str) -> bool:
         """Whether a name is one of a site."""
         module, path, rest = self.walk(name)
-        return not rest or self._with_tail(module, path, rest)[2] is not None
+        found = not rest or self._with_tail(module, path, rest)[2] is not None
+        return found or name in self.offered
 
     @staticmethod
     def children(module: nn.Module) -> dict[str, nn.Module | None]:
