@@ -6,7 +6,7 @@ what the edit changes and by nothing else:
     x + (decode(edited) - decode(codes))
 
 and where no code changed it is ``x`` itself, to the last bit. So there is nothing to switch on: attached and not edited,
-an autoencoder changes nothing. `Attached.replace` is the hook that lets the model go on with the reconstruction alone.
+an autoencoder changes nothing. Without its error (`Attached.replace`) the model goes on with the reconstruction alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from interpose.engine.hooks import Controller
+from interpose.edits.basic import zero
+from interpose.edits.edit import Edit
 from interpose.engine.model import Model
-from interpose.engine.points import HookPoint
-from interpose.errors import EditShapeError, SiteNotFound, Unsupported
+from interpose.errors import EditShapeError, GradientError, SiteNotFound, Unsupported
 from interpose.models.reach.lenses import Switches
 from interpose.sae.given import Given
 from interpose.sae.matching import beware_of_another_model, check_width, site_of
@@ -33,7 +33,7 @@ from interpose.taps import values
 ABOUT = {
     "latents": "how strongly each latent of the autoencoder fires",
     "pre": "what each latent is given, before it is decided which of them fire",
-    "recons": "what the autoencoder makes of its latents; an edit takes the place of the value at its site",
+    "recons": "what the autoencoder makes of its latents; an edit leaves the error in place",
     "error": "what the autoencoder leaves out of the value at its site",
 }
 """The sites that an autoencoder brings, each with what it is."""
@@ -96,9 +96,9 @@ class Attached:
             )
         return made
 
-    def replace(self) -> Replace:
-        """The hook that lets the model go on with what the autoencoder makes of its latents, edited or not."""
-        return Replace(self.recons)
+    def replace(self) -> Edit:
+        """The edit that lets the model go on with what the autoencoder makes of its latents, and without the rest."""
+        return zero(self.error)
 
     def detach(self) -> None:
         """Take its sites away again."""
@@ -116,14 +116,6 @@ class Attached:
     def __repr__(self) -> str:
         where = self.site if self.given == self.site else f"{self.given} -> {self.site}"
         return f"{self.sae!r} at {where}: its latents are {self.latents!r}"
-
-
-class Replace(Controller):
-    """Lets a model go on with an autoencoder's reconstruction."""
-
-    def change(self, value: Tensor, hook: HookPoint) -> Tensor:  # noqa: ARG002
-        """The reconstruction, which takes the place of the value at its site."""
-        return value.clone()
 
 
 def attach(sae: SAE, model: Model, site: Any = None, *, out: Any = None, name: str = "sae") -> Attached:
@@ -237,8 +229,8 @@ class Lens_:
         latents = sae.encode(x) if known is None else known.latents
         if self.part == "latents":
             return latents
-        recons = sae.decode(latents, x).to(device=whole.device, dtype=whole.dtype)
-        return self._shaped(recons if self.part == "recons" else self._flat(whole) - recons, whole)
+        recons = self._shaped(sae.decode(latents, x).to(whole), whole)
+        return recons if self.part == "recons" else whole - recons
 
     def write(self, raw: Tensor, value: Tensor, call: Any) -> Tensor | None:
         """The value moved by what that changes."""
@@ -248,29 +240,27 @@ class Lens_:
         latents = sae.encode(x) if known is None else known.latents
         pre = None if known is None else known.pre
         if self.part in ("latents", "pre"):
+            if self.part == "pre" and known is not None and pre is None and value.requires_grad:
+                raise GradientError(
+                    f"{self.of.pre!r} comes before {self.of.latents!r}: ask for its gradient first, or in a run of its own."
+                )
             now = value if self.part == "latents" else sae.activated(value)
-            pre = value if self.part == "pre" else pre
-            new = self._moved(self._flat(whole), now - latents, x, changed=now != latents)
+            pre = value if self.part == "pre" else None
+            added = sae.moved(now - latents, x)
+            changed = (now != latents).any(-1, keepdim=True).to(whole.device)
+            new = _moved(self._flat(whole), self._flat(whole).to(added) + added, changed)
             latents = now
         else:
-            new = self._flat(value)
-            if self.part == "error":
-                new = sae.decode(latents, x).to(new) + new
+            recons = self._shaped(sae.decode(latents, x).to(whole), whole)
+            was = recons if self.part == "recons" else whole - recons
+            made_of = whole + (value - recons) if self.part == "recons" else recons + value
+            new = self._flat(_moved(whole, made_of, value != was))
         new = self._shaped(new, whole)
         made = values.settled(new, raw) if self.inner is None else self.inner.write(raw, new, call)
         kept = raw if made is None else made
         state = {**getattr(raw, "_autoencoders", {}), self.of: Written(_version(kept), latents, pre, x)}
         kept._autoencoders = state  # type: ignore[attr-defined]
         return made
-
-    def _moved(self, whole: Tensor, change: Tensor, x: Tensor, changed: Tensor) -> Tensor:
-        """The value and what a change of codes adds to it; its own bits where there is none."""
-        added = self.of.sae.moved(change, x)
-        sum_ = (whole.to(added) + added).to(whole)
-        kept = whole
-        if added.requires_grad:  # a gradient at the codes needs their sum where it adds nothing, too
-            kept = whole - (added.detach() - added).to(whole)
-        return torch.where(changed.any(-1, keepdim=True).to(whole.device), sum_, kept)
 
     def _known(self, raw: Tensor) -> Written | None:
         found: Written | None = getattr(raw, "_autoencoders", {}).get(self.of)
@@ -296,6 +286,15 @@ class Lens_:
 
     def _shaped(self, flat: Tensor, like: Tensor) -> Tensor:
         return flat.reshape(like.shape) if self.heads else flat
+
+
+def _moved(whole: Tensor, new: Tensor, changed: Tensor) -> Tensor:
+    """The new value where something changed, else the old one to the last bit, with the gradients of the new one."""
+    new = new.to(whole)
+    if new.requires_grad:
+        step = new - whole
+        whole = whole - (step.detach() - step)
+    return torch.where(changed, new, whole)
 
 
 def _version(tensor: Tensor) -> int:
