@@ -1,12 +1,13 @@
 """An autoencoder in a model: its latents, what it makes of them and what it leaves out are sites, as any others.
 
-Each is a lens on the value at the autoencoder's site. Read, it is computed from that value; edited, the value is moved by
-what the edit changes and by nothing else:
+Each is a lens on the value at the autoencoder's site. Read, it is computed from that value; edited, the value is moved
+by what the edit changes and by nothing else:
 
     x + (decode(edited) - decode(codes))
 
-and where no code changed it is ``x`` itself, to the last bit. So there is nothing to switch on: attached and not edited,
-an autoencoder changes nothing. Without its error (`Attached.replace`) the model goes on with the reconstruction alone.
+and where no code changed it is ``x`` itself, to the last bit. So there is nothing to switch on: attached and not
+edited, an autoencoder changes nothing. Without its error (`Attached.replace`) the model goes on with what the
+autoencoder makes of its latents.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from interpose.edits.basic import zero
 from interpose.edits.edit import Edit
 from interpose.engine.model import Model
-from interpose.errors import EditShapeError, GradientError, SiteNotFound, Unsupported
+from interpose.errors import AmbiguousSite, EditShapeError, GradientError, Unsupported
 from interpose.models.reach.lenses import Switches
 from interpose.sae.given import Given
 from interpose.sae.matching import beware_of_another_model, check_width, site_of
@@ -58,7 +59,8 @@ class Attached:
 
     def __init__(self, sae: SAE, model: Model, site: str, given: str, name: str) -> None:
         self.sae, self.model, self.site, self.given, self.name = sae, model, site, given, name
-        self.latents, self.pre, self.recons, self.error = (f"{site}.{name}.{part}" for part in ABOUT)
+        self.names = [f"{site}.{name}.{part}" for part in ABOUT]
+        self.latents, self.pre, self.recons, self.error = self.names
         self._made: dict[str, Site] = {}
         self._of: Site | None = None
 
@@ -86,7 +88,9 @@ class Attached:
                 stem=name,
                 path=name,
                 kind=part,
-                axes=(*axes, *(("latent",) if part in ("latents", "pre") else last)) if axes else (),
+                axes=(*axes, *(("latent",) if part in ("latents", "pre") else last))
+                if axes
+                else (),
                 lens=lens,
                 switch=each[0] if len(each) == 1 else Switches(tuple(each)) if each else None,
                 primary=False,
@@ -118,7 +122,9 @@ class Attached:
         return f"{self.sae!r} at {where}: its latents are {self.latents!r}"
 
 
-def attach(sae: SAE, model: Model, site: Any = None, *, out: Any = None, name: str = "sae") -> Attached:
+def attach(
+    sae: SAE, model: Model, site: Any = None, *, out: Any = None, name: str = "sae"
+) -> Attached:
     """Make an autoencoder's latents sites of a model, which goes on as before.
 
     Args:
@@ -135,7 +141,9 @@ def attach(sae: SAE, model: Model, site: Any = None, *, out: Any = None, name: s
     if out is not None and not sae.is_transcoder:
         raise TypeError(f"{sae!r} writes what it reads: out= is for transcoders.")
     if sae.architecture == "crosscoder":
-        raise Unsupported("a crosscoder reads several sites at once, and cannot be attached to one.")
+        raise Unsupported(
+            "a crosscoder reads several sites at once, and cannot be attached to one."
+        )
     check_width(model, given, sae.d_in, sae)
     check_width(model, there, sae.d_out, sae)
     attached = Attached(sae, model, there.canonical, given.canonical, name)
@@ -151,42 +159,55 @@ def attach(sae: SAE, model: Model, site: Any = None, *, out: Any = None, name: s
 
 
 class Offered(Mapping[str, Site]):
-    """The sites of the autoencoders in a model, by canonical name; by a short one (``sae.latents``) while it is clear."""
+    """The sites of the autoencoders in a model, by canonical name, or by a short one (``sae.latents``)."""
 
     def __init__(self, tree: ModuleTree, those: list[Attached]) -> None:
         self._tree = tree
         self.those = those
+        self._of = {name: one for one in those for name in one.names}
 
     def __getitem__(self, name: str) -> Site:
-        if ".latents" not in name and not name.endswith(tuple(ABOUT)):
+        found: Site | None = self.get(name)
+        if found is None:
             raise KeyError(name)
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The site that a name means; an error where a short one means several."""
         stem, mark, call = name.partition("#")
-        found = [site for key, site in self._all() if stem == key or key.endswith(f".{stem}")]
-        short = stem.count(".") == 1
-        exact = [site for site in found if site.canonical == stem]
-        if not exact and (not short or not found):
-            raise KeyError(name)
-        if not exact and len(found) > 1:
-            names = ", ".join(repr(site.canonical) for site in found[:4])
-            raise SiteNotFound(f"{stem!r} is of {len(found)} autoencoders: {names}. Say which.")
-        site = (exact or found)[0]
+        if stem.rpartition(".")[2] not in ABOUT or (mark and not call.isdigit()):
+            return default
+        found = stem if stem in self else next(iter(self._ending(stem)), None)
+        if found is None:
+            return default
+        site = self._of[found].sites(self._tree)[found]
         if mark:
-            if not call.isdigit():
-                raise KeyError(name)
-            site = replace(
-                site, canonical=f"{site.canonical}#{call}", tail=replace(site.tail, call=int(call))
-            )
+            tail = replace(site.tail, call=int(call))
+            site = replace(site, canonical=f"{site.canonical}#{call}", tail=tail)
         return site if site.name == name else replace(site, name=name)
 
-    def _all(self) -> Iterator[tuple[str, Site]]:
-        for one in self.those:
-            yield from one.sites(self._tree).items()
+    def _ending(self, short: str) -> list[str]:
+        """The name that a short one means, if it means one."""
+        names = (
+            [name for name in self._of if name.endswith(f".{short}")]
+            if short.count(".") == 1
+            else []
+        )
+        if len(names) > 1:
+            there = ", ".join(map(repr, names[:4]))
+            raise AmbiguousSite(f"{short!r} is of {len(names)} autoencoders: {there}. Say which.")
+        return names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._of
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key, _ in self._all())
+        return iter(
+            self._of
+        )  # without looking for their sites: the model may be about to find its own
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._all())
+        return len(self._of)
 
 
 @dataclass(slots=True)
@@ -242,7 +263,7 @@ class Lens_:
         if self.part in ("latents", "pre"):
             if self.part == "pre" and known is not None and pre is None and value.requires_grad:
                 raise GradientError(
-                    f"{self.of.pre!r} comes before {self.of.latents!r}: ask for its gradient first, or in a run of its own."
+                    f"{self.of.pre!r} comes before {self.of.latents!r}: ask for its gradient first, or alone."
                 )
             now = value if self.part == "latents" else sae.activated(value)
             pre = value if self.part == "pre" else None
@@ -258,7 +279,10 @@ class Lens_:
         new = self._shaped(new, whole)
         made = values.settled(new, raw) if self.inner is None else self.inner.write(raw, new, call)
         kept = raw if made is None else made
-        state = {**getattr(raw, "_autoencoders", {}), self.of: Written(_version(kept), latents, pre, x)}
+        state = {
+            **getattr(raw, "_autoencoders", {}),
+            self.of: Written(_version(kept), latents, pre, x),
+        }
         kept._autoencoders = state  # type: ignore[attr-defined]
         return made
 

@@ -26,15 +26,17 @@ class CrossCoder(StandardSAE):
 
     def __init__(self, d_in: int, d_sae: int, *, site: Sequence[str], **options: Any) -> None:
         self.site = list(site)
-        super().__init__(d_in * len(self.site), d_sae, **options)
+        super().__init__(d_in * len(self.site), d_sae, **{"subtract_bias": False, **options})
 
     def by_site(self, rows: Tensor) -> Tensor:
         """What is of all sites side by side [..., site * d_in], apart: [..., site, d_in]."""
-        return rows.unflatten(-1, (len(self.site), -1))
+        apart: Tensor = rows.unflatten(-1, (len(self.site), -1))
+        return apart
 
     def costs(self) -> Tensor:
         """What each latent costs when it fires with a strength of one."""
-        return self.by_site(self.W_dec).norm(dim=-1).sum(-1)
+        costs: Tensor = self.by_site(self.W_dec).norm(dim=-1).sum(-1)
+        return costs
 
     def options(self) -> dict[str, Any]:
         """With its sites."""

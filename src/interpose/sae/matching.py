@@ -33,8 +33,12 @@ def site_of(model: Model, sae: SAE, asked: Any, word: str, argument: str) -> Sit
             missing = missing or error
             continue
         if len(found) != 1 or found[0][0].part is not None:
-            raise ValueError(f"{argument} is one whole site; {name!r} is {len(found)} sites, or a part.")
-        return found[0][0]
+            raise ValueError(
+                f"{argument} is one whole site; {name!r} is {len(found)} sites, or a part."
+            )
+        whole = found[0][0]
+        meant = model.tree.meaning(whole.canonical)  # of a module's path: hf_hook_name
+        return whole if meant is None else model.tree.site(meant)
     if asked is not None:
         assert missing is not None
         raise missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -46,9 +46,11 @@ class MatchingPursuitSAE(SAE):
         """The decoder's rows."""
         return self.W_dec.T
 
-    def pre(self, x: Tensor) -> Tensor:
+    def pre(self, x: Tensor) -> Tensor:  # noqa: ARG002
         """There is none: which latents fire is not decided by what each is given."""
-        raise TypeError(f"{self!r} has no values before the activation: it chooses latents one by one.")
+        raise TypeError(
+            f"{self!r} has no values before the activation: it chooses latents one by one."
+        )
 
     def encode(self, x: Tensor) -> Tensor:
         """How strongly each latent fires, [..., latent]."""
@@ -61,7 +63,9 @@ class MatchingPursuitSAE(SAE):
             rows = self.W_dec[best]
             strength = (rest * rows).sum(-1).relu() * open_
             before = found.detach() != 0
-            found = found.index_put((torch.arange(len(rest), device=rest.device), best), strength, accumulate=True)
+            found = found.index_put(
+                (torch.arange(len(rest), device=rest.device), best), strength, accumulate=True
+            )
             rest = rest - strength[:, None] * rows
             if self.once:
                 open_ = open_ & ((found.detach() != 0) != before).any(-1)
@@ -79,7 +83,6 @@ class MatchingPursuitSAE(SAE):
         """With how it ends."""
         return {**super().options(), "least": self.least, "steps": self.steps, "once": self.once}
 
-    @torch.no_grad()
-    def fold_scale(self, into: float, out: float | None = None) -> SAE:  # type: ignore[override]
+    def fold_scale(self, into: float, out: float | None = None) -> Self:  # noqa: ARG002
         """Refused: its encoder is its decoder, and the one would have to be multiplied and the other divided."""
-        raise ValueError(f"{self!r}: its encoder is its decoder, and cannot take a scale of its own.")
+        raise ValueError(f"{self!r}: its encoder is its decoder, and takes no scale of its own.")

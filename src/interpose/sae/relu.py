@@ -30,7 +30,13 @@ class JumpReLUSAE(SAE):
     architecture = "jumprelu"
 
     def __init__(
-        self, d_in: int, d_sae: int, *, threshold: float = 0.01, bandwidth: float = 0.05, **options: Any
+        self,
+        d_in: int,
+        d_sae: int,
+        *,
+        threshold: float = 0.01,
+        bandwidth: float = 0.05,
+        **options: Any,
     ) -> None:
         super().__init__(d_in, d_sae, **options)
         self.bandwidth = bandwidth
@@ -53,6 +59,8 @@ class GatedSAE(SAE):
 
     architecture = "gated"
     BIASES: ClassVar[tuple[str, ...]] = ("b_gate", "b_mag")
+    b_gate: Tensor
+    b_mag: Tensor
 
     def __init__(self, d_in: int, d_sae: int, **options: Any) -> None:
         super().__init__(d_in, d_sae, **options)
@@ -81,7 +89,7 @@ class _Passes(torch.autograd.Function):
         return (pre > threshold).to(pre.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         pre, threshold = ctx.saved_tensors
         near = (pre - threshold).abs() < ctx.bandwidth / 2

@@ -57,7 +57,10 @@ class SAE(nn.Module):
     TIED: ClassVar[bool] = False
     """Whether the encoder is the decoder."""
     W_enc: Tensor
+    W_dec: Tensor
+    W_skip: Tensor | None
     b_enc: Tensor
+    b_dec: Tensor
 
     def __init__(
         self,
@@ -81,21 +84,38 @@ class SAE(nn.Module):
         self.is_transcoder = d_out is not None
         self.subtract_bias = not self.is_transcoder if subtract_bias is None else subtract_bias
         if self.subtract_bias and self.is_transcoder:
-            raise ValueError("the bias of a transcoder is of its output: it is not taken off the input.")
+            raise ValueError(
+                "the bias of a transcoder is of its output: it is not taken off the input."
+            )
+        if self.TIED and (by_norm or skip or d_out is not None):
+            raise ValueError(
+                f"the encoder of a {type(self).__name__} is its decoder: no d_out, skip or by_norm."
+            )
         self.normalize = normalize
         self.by_norm = by_norm
         self.about: dict[str, Any] = dict(about or {})
-        made = torch.Generator().manual_seed(seed)
-        rows = torch.randn(d_sae, self.d_out, generator=made)
-        rows *= 0.1 / rows.norm(dim=-1, keepdim=True)
-        tied = rows.T if d_out is None else torch.randn(d_in, d_sae, generator=made) / d_in**0.5
-        self.W_dec = nn.Parameter(rows)
+        self.W_dec = nn.Parameter(torch.empty(d_sae, self.d_out))
         if not self.TIED:
-            self.W_enc = nn.Parameter(tied.clone())
+            self.W_enc = nn.Parameter(torch.empty(d_in, d_sae))
         self.b_dec = nn.Parameter(torch.zeros(self.d_out))
         self.W_skip = nn.Parameter(torch.zeros(self.d_out, d_in)) if skip else None
-        for name in self.BIASES:
-            self.register_parameter(name, nn.Parameter(torch.zeros(d_sae)))
+        for bias in self.BIASES:
+            self.register_parameter(bias, nn.Parameter(torch.zeros(d_sae)))
+        if not self.W_dec.is_meta:  # else its weights are still to come
+            self._start(seed)
+
+    @torch.no_grad()
+    def _start(self, seed: int) -> None:
+        """First weights: decoder rows in random directions, of norm 0.1, which the encoder has too."""
+        made = torch.Generator().manual_seed(seed)
+        rows = torch.randn(self.d_sae, self.d_out, generator=made)
+        self.W_dec.copy_(rows * (0.1 / rows.norm(dim=-1, keepdim=True)))
+        if self.TIED:
+            return
+        if self.is_transcoder:
+            self.W_enc.copy_(torch.randn(self.d_in, self.d_sae, generator=made) / self.d_in**0.5)
+        else:
+            self.W_enc.copy_(self.W_dec.T)
 
     # What it computes.
 
@@ -134,7 +154,9 @@ class SAE(nn.Module):
             x: the vectors that they are of; needed where each is normalised, or a path goes around the latents.
         """
         rows = self.rows
-        out = (codes.times(rows) if isinstance(codes, Codes) else codes.to(rows.dtype) @ rows) + self.b_dec
+        out = (
+            codes.times(rows) if isinstance(codes, Codes) else codes.to(rows.dtype) @ rows
+        ) + self.b_dec
         if x is None and (self.normalize != "none" or self.W_skip is not None):
             raise TypeError(f"{self!r} needs the vectors too: decode(codes, x).")
         if x is None:
@@ -157,7 +179,9 @@ class SAE(nn.Module):
     def normalised(self, x: Tensor) -> tuple[Tensor, Frame | None]:
         """Vectors as they are encoded, and what was done to them."""
         if x.shape[-1:] != (self.d_in,):
-            raise ValueError(f"{self!r} takes vectors of {self.d_in} features; got {tuple(x.shape)}.")
+            raise ValueError(
+                f"{self!r} takes vectors of {self.d_in} features; got {tuple(x.shape)}."
+            )
         x = x.to(self.W_enc)
         if self.normalize == "none":
             return x, None
@@ -170,7 +194,8 @@ class SAE(nn.Module):
 
     def costs(self) -> Tensor:
         """What each latent adds when it fires with a strength of one, as one number: the norm of its decoder row."""
-        return self.W_dec.norm(dim=-1)
+        norms: Tensor = self.W_dec.norm(dim=-1)
+        return norms
 
     def moved(self, change: Tensor, x: Tensor) -> Tensor:
         """By how much the output changes, [..., d_out], when codes change by that much.
@@ -197,8 +222,8 @@ class SAE(nn.Module):
             raise ValueError(
                 f"which latents of {self!r} are the largest would change with the norms of their decoder rows."
             )
-        self.W_enc *= norms
-        self.W_dec /= norms[:, None]
+        self.W_enc.mul_(norms)
+        self.W_dec.div_(norms[:, None])
         for name in self.BIASES:
             self.get_parameter(name).mul_(norms)
         self._scaled(norms, counted=self.by_norm)
@@ -221,11 +246,11 @@ class SAE(nn.Module):
         out = into if out is None else out
         if self.by_norm:
             self.fold_norms()
-        self.W_enc *= into
-        self.W_dec /= out
-        self.b_dec /= out
+        self.W_enc.mul_(into)
+        self.W_dec.div_(out)
+        self.b_dec.div_(out)
         if self.W_skip is not None:
-            self.W_skip *= into / out
+            self.W_skip.mul_(into / out)
         return self
 
     # In a model, and in files.

@@ -51,7 +51,7 @@ class AbsTopKSAE(TopKSAE):
 
 
 class BatchTopKSAE(SAE):
-    """While it is trained, the largest latents of a batch fire, k for each vector on average; then, those above a threshold.
+    """In training the largest latents of a batch fire, k for each vector on average; afterwards all above a threshold.
 
     The threshold is the least that still fired, averaged over batches as they come.
     """
@@ -99,7 +99,9 @@ class MatryoshkaSAE(BatchTopKSAE):
 
     architecture = "matryoshka_batchtopk"
 
-    def __init__(self, d_in: int, d_sae: int, *, k: float, widths: Sequence[int], **options: Any) -> None:
+    def __init__(
+        self, d_in: int, d_sae: int, *, k: float, widths: Sequence[int], **options: Any
+    ) -> None:
         super().__init__(d_in, d_sae, k=k, **options)
         self.widths = [*sorted({int(width) for width in widths if width < d_sae}), d_sae]
         if min(self.widths) < 1:

@@ -82,7 +82,7 @@ class SemanticTree(ModuleTree):
     def _spell(self) -> Speller:
         if self._speller is None:
             primary = {name: site.primary for name, site in self.table.sites.items()}
-            self._speller = Speller(primary, dict(self.table.absent))
+            self._speller = Speller(primary, dict(self.table.absent), tuple(self.offered))
         return self._speller
 
     def _key(self, name: str) -> str:
@@ -109,19 +109,13 @@ class SemanticTree(ModuleTree):
     def offer(self, sites: Mapping[str, Site]) -> None:
         """Have sites that others make; what was found by name so far may be less than what there is now."""
         super().offer(sites)
+        self._speller = None
         self._asked.clear()
         self._selected.clear()
 
     def everything(self) -> Iterator[tuple[str, Site]]:
         """All sites by canonical name: those that discovery found, and those that others offer."""
         return chain(self.table.sites.items(), self.offered.items())
-
-    def _offered_as(self, kind: str, layer: int | None = None) -> list[Site]:
-        """The offered sites whose names end so, which are a kind as others are; in one layer or in all."""
-        if layer is not None and layer < 0:
-            layer += self.blocks()
-        ends = [site for name, site in self.offered.items() if name.endswith(f".{kind}")]
-        return [site for site in ends if layer is None or site.layer == layer]
 
     def withdraw(self, name: str, reason: str) -> None:
         """Offer a site no more."""
@@ -150,8 +144,7 @@ class SemanticTree(ModuleTree):
                 return super().select(None)
             return [(site, False) for site in self.table.sites.values() if site.primary]
         if names.is_short_form(wanted):
-            mine = self._offered_as(*wanted[:2]) if self.offered else []
-            return [(site, True) for site in mine] or [(self.site(self.spelling(wanted)), True)]
+            return [(self.site(self.spelling(wanted)), True)]
         if isinstance(wanted, str):
             return self._select_name(wanted)
         if isinstance(wanted, re.Pattern):
@@ -171,8 +164,8 @@ class SemanticTree(ModuleTree):
     def _select_name(self, asked: str) -> list[tuple[Site, bool]]:
         name = asked
         if not is_glob(name):
-            if len(mine := self._offered_as(name) if self.offered else []) > 1:
-                return [(site, False) for site in mine]
+            if len(mine := self._spell.ending(name) if self.offered else []) > 1:
+                return [(self.offered[one], False) for one in mine]
             kind = name.removeprefix("hook_")
             if kind in names.kinds() and not super().leads_somewhere(name):
                 main = "" if self.blocks() else "decoder."
