@@ -26,7 +26,7 @@ def pocket() -> Any:
 @pytest.fixture
 def model(pocket: Any) -> Iterator[Any]:
     yield pocket
-    pocket.tree.offer({})
+    pocket.tree.offered = {}
 
 
 def trained_like(kind: str, model: Any, site: Any, **options: Any) -> Any:

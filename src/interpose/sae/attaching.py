@@ -109,7 +109,7 @@ class Attached:
         offered = self.model.tree.offered
         if isinstance(offered, Offered) and self in offered.those:
             left = [one for one in offered.those if one is not self]
-            self.model.tree.offer(Offered(self.model.tree, left) if left else {})
+            self.model.tree.offered = Offered(self.model.tree, left) if left else {}
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +154,7 @@ def attach(
             f"there is an autoencoder called {name!r} at {there.canonical!r} already: detach it, or give another name."
         )
     beware_of_another_model(model, sae)
-    model.tree.offer(Offered(model.tree, [*those, attached]))
+    model.tree.offered = Offered(model.tree, [*those, attached])
     return attached
 
 

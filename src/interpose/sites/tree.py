@@ -166,10 +166,6 @@ class ModuleTree:
         """Read everything anew: the module has changed."""
         self._known, self._first, self._others = {}, {}, {}
 
-    def offer(self, sites: Mapping[str, Site]) -> None:
-        """Have sites that others make, by canonical name, in the place of those offered before."""
-        self.offered = sites
-
     def _first_name(self, path: str, module: nn.Module) -> str:
         first = self._first.get(id(module))
         if first is None:
@@ -248,9 +244,8 @@ class ModuleTree:
                 return [(self.site(wanted), True)]
             return [(site, False) for site in self._glob(wanted)]
         if isinstance(wanted, re.Pattern):
-            return [
-                (site, False) for site in self._matching(lambda n: bool(wanted.search(n)), wanted)
-            ]
+            found_by = self._matching(lambda n: bool(wanted.search(n)), wanted)
+            return [(site, False) for site in found_by]
         if callable(wanted):
             return [(site, False) for site in self._matching(wanted, wanted)]
         if isinstance(wanted, Iterable):
@@ -277,18 +272,20 @@ class ModuleTree:
         return Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
 
     def _glob(self, pattern: str) -> list[Site]:
-        regex = compile_glob(pattern)
-        others = [site for name, site in self.offered.items() if regex.fullmatch(name)]
-        hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
-        if hits or others:
-            return [self.place(path, module) for path, module in hits] + others
+        fits = compile_glob(pattern).fullmatch
+        found = [self.place(path, m) for path, m in self.modules() if path and fits(path)]
+        found += [site for name, site in self.offered.items() if fits(name)]
+        if found:
+            return found
+        if pattern in ("input.*", "output.*"):  # all that the model itself takes, or returns
+            return [self.site(pattern[:-2])]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
         cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
         tail = None if cut is None else parse_tail(pattern[cut.start() :])
         if tail is not None and cut is not None:
-            regex = compile_glob(pattern[: cut.start()])
-            hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
-        if not hits or tail is None:
+            fits = compile_glob(pattern[: cut.start()]).fullmatch
+            hits = [(p, m) for p, m in self.modules() if p and fits(p)]
+        if tail is None or not hits:
             raise NothingMatched(explain_nothing(self, pattern))
         return [self.place(path, module, tail) for path, module in hits]
 
@@ -308,8 +305,7 @@ class ModuleTree:
     def leads_somewhere(self, name: str) -> bool:
         """Whether a name is one of a site."""
         module, path, rest = self.walk(name)
-        found = not rest or self._with_tail(module, path, rest)[2] is not None
-        return found or name in self.offered
+        return not rest or self._with_tail(module, path, rest)[2] is not None
 
     @staticmethod
     def children(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -25,12 +25,12 @@ class SemanticTree(ModuleTree):
     """A module tree whose sites also have the names of what they mean. Discovery waits until one is asked for."""
 
     def __init__(self, root: nn.Module, discover: Callable[[], Table]) -> None:
-        super().__init__(root)
-        self._discover = discover
-        self._table: Table | None = None
         self._speller: Speller | None = None
         self._asked: dict[str, Site] = {}
         self._selected: dict[str, list[tuple[Site, bool]]] = {}
+        super().__init__(root)
+        self._discover = discover
+        self._table: Table | None = None
         self._meanings: dict[str, str] = {}
 
     @property
@@ -106,12 +106,19 @@ class SemanticTree(ModuleTree):
         self._asked.clear()
         self._selected.clear()
 
-    def offer(self, sites: Mapping[str, Site]) -> None:
-        """Have sites that others make; what was found by name so far may be less than what there is now."""
-        super().offer(sites)
+    @property
+    def offered(self) -> Mapping[str, Site]:
+        """Sites that others make, by canonical name."""
+        return self._offered
+
+    @offered.setter
+    def offered(self, sites: Mapping[str, Site]) -> None:
+        self._offered = (
+            sites  # what was found by name so far may be more or less than what there is now
+        )
         self._speller = None
-        self._asked.clear()
-        self._selected.clear()
+        self._asked = {}
+        self._selected = {}
 
     def everything(self) -> Iterator[tuple[str, Site]]:
         """All sites by canonical name: those that discovery found, and those that others offer."""
@@ -133,7 +140,7 @@ class SemanticTree(ModuleTree):
         """Whether a name is one of a site."""
         if names.looks_semantic(name):
             return self._semantic(name) is not None
-        return super().leads_somewhere(name)
+        return name in self.offered or super().leads_somewhere(name)
 
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means; patterns and callables range over canonical names."""
