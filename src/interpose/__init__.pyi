@@ -20,6 +20,7 @@ from interpose.sites.tree import Site as Site
 from interpose.engine.hooks import (
     Controller as Controller,
     Detector as Detector,
+    FunctionHook as FunctionHook,
     Hook as Hook,
     skip as skip,
     torch_hook as torch_hook,
@@ -147,6 +148,22 @@ from interpose.monitors.statistics import (
     Statistics as Statistics,
     activation_statistics as activation_statistics,
 )
+
+# Stores of activations
+from interpose.activations import ActivationBatch as ActivationBatch
+from interpose.store.harvest import harvest as harvest
+from interpose.store.store import Store as Store, open_store as open_store
+from interpose.store.stream import stream as stream
+
+# Detectors that keep what they find
+from interpose.detectors.activation_log import ActivationLog as ActivationLog
+from interpose.detectors.collector import (
+    Collected as Collected,
+    Collector as Collector,
+    load_collected as load_collected,
+    save_collected as save_collected,
+)
+from interpose.detectors.top_activating import TopActivating as TopActivating
 
 # Results
 from interpose.results.bootstrap import Interval as Interval

@@ -249,7 +249,7 @@ def test_a_probe_is_saved_whole_and_read_again(tmp_path: Any) -> None:
         path.read_bytes().replace(b"interpose.Probe", b"interpose.Prob3")
     )
     with pytest.raises(
-        ValueError, match=r"no result that interpose wrote: its format is 'interpose.Prob3'"
+        ValueError, match=r"is not a result that interpose wrote: its format is 'interpose.Prob3'"
     ):
         Probe.load(tmp_path / "other.safetensors")
 

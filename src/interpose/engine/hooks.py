@@ -35,9 +35,7 @@ class Hook:
     """
 
     def __init__(self, site: Filter = None, *, id: str | None = None) -> None:  # noqa: A002
-        vars(self)["site"] = site
-        if id is not None:
-            vars(self)["_id"] = id
+        vars(self).update({"site": site} if id is None else {"site": site, "_id": id})
 
     # A frozen dataclass may subclass this, so what can change is written to `vars(self)` directly.
 
@@ -164,13 +162,28 @@ class Controller(Hook):
 
 
 class FunctionHook(Hook):
-    """A plain function ``fn(value, hook)`` in one direction."""
+    """A plain function ``fn(value, hook)`` as a hook that has an id and can be switched off.
 
-    def __init__(self, function: Callable[..., Any], site: Filter, direction: str) -> None:
-        super().__init__(site)
+    A pair ``(site, function)`` in a list of hooks is one too, which nobody has a hand on.
+
+    Args:
+        site: where it runs.
+        function: as in ``fwd_hooks``.
+        dir: ``fwd`` for values, ``bwd`` for gradients.
+    """
+
+    def __init__(
+        self,
+        site: Filter,
+        function: Callable[..., Any],
+        dir: str = "fwd",  # noqa: A002 - TransformerLens's word
+        *,
+        id: str | None = None,  # noqa: A002
+    ) -> None:
+        super().__init__(site, id=id)
         self.function = function
-        self.direction = direction
-        self._call = caller_of(function, forward=direction == "fwd")
+        self.direction = checked_direction(dir)
+        self._call = caller_of(function, forward=dir == "fwd")
 
     def directions(self) -> tuple[str, ...]:
         """The one it was made for."""
@@ -285,7 +298,7 @@ def as_hook(item: object, direction: str = "fwd") -> Hook:
             vars(moved)["site"] = site
             return moved
         if callable(what) and not isinstance(what, (Hook, str, Site)):
-            return FunctionHook(what, site, direction)
+            return FunctionHook(site, what, direction)
     if isinstance(item, tuple) and len(item) == 3 and isinstance(item[0], str):
         raise TypeError(f"kind and layer go together: (({item[0]!r}, {item[1]!r}), function).")
     if isinstance(item, type) and issubclass(item, Hook):

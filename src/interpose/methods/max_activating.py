@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,22 +20,28 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.methods.batches import rows_of
-from interpose.models.selection import entries
+from interpose.methods.best_places import (
+    Found,
+    best_of,
+    merged,
+    no_places,
+    parts_of,
+    places_of,
+    units_in,
+    words_of,
+)
 from interpose.progress import Progress, ShowProgress, count
 from interpose.render import colours, escape
 from interpose.render.html import Markup, html_table
 from interpose.render.labels import token_label, token_text
 from interpose.render.text import table
 
-_LAST = 2**62  # an order that comes after all
 _CHUNK = 32  # so many batches are read at once, and run by length
 _SHOWN = 20  # units on a page
-_EVIDENCE = (
+EVIDENCE = (
     "Evidence for what a unit responds to most in these texts; not for what it responds to moderately, where most of "
     "its use is, nor for what it does: ablate or steer it to see that."
 )
-Found = dict[str, Tensor]
-"""The best places: ``values`` and ``order`` [unit, k], ``tokens`` and ``around`` [unit, k, window]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -71,6 +76,7 @@ class MaxActivating(ip.Scores):
             "k",
             "context",
             "skip_first",
+            "skip_special",
         ):
             mine, theirs = self.protocol.get(name), other.protocol.get(name)
             if mine != theirs:
@@ -78,14 +84,14 @@ class MaxActivating(ip.Scores):
         if self.axes["unit"] != other.axes["unit"]:
             raise ValueError("results of different units do not merge.")
         sign = self.protocol["sign"]
-        found = _merged(_found(self, sign, 0), _found(other, sign, self.count))
+        found = merged(places_of(self, sign, 0), places_of(other, sign, self.count))
         protocol = {
             name: value + other.protocol[name] if name in ("tokens", "forwards") else value
             for name, value in self.protocol.items()
         }
         return dataclasses.replace(
             self,
-            **_parts(found, sign),
+            **parts_of(found, sign),
             protocol=protocol,
             words={**self.words, **other.words},
             count=self.count + other.count,
@@ -222,15 +228,18 @@ def max_activating(
             values = sign * _values(model, batch, site, layer, head, units, direction)
             counted = torch.ones_like(batch.clean, dtype=torch.bool)
             counted[:, : int(skip_first)] = False
-            found = _empty(values.shape[2], k, context) if found is None else found
-            found = _merged(found, _best_of(values, batch, counted, count, k, context))
+            found = no_places(values.shape[2], k, context) if found is None else found
+            numbers = torch.tensor(batch.numbers, device=values.device) + count
+            real = torch.ones_like(counted)
+            best = best_of(values, batch.clean, numbers, real, counted, k, context)
+            found = merged(found, best)
             tokens, forwards = tokens + int(counted.sum()), forwards + 1
         count += len(chunk)
     if found is None:
         raise ValueError("there are no texts.")
     protocol = {"site": site, "layer": layer, "head": head, "sign": sign, "k": k}
     if direction is not None:
-        protocol |= {"directions": len(found["values"]), "digest": _digest(direction)}
+        protocol |= {"directions": len(found["values"]), "digest": digest_of(direction)}
     protocol |= {
         "context": context,
         "skip_first": skip_first,
@@ -242,14 +251,14 @@ def max_activating(
         axes={"unit": units or list(range(len(found["values"]))), "rank": list(range(k))},
         unit="activation" if direction is None else "projection on the direction",
         protocol={name: value for name, value in protocol.items() if value is not None},
-        evidence=_EVIDENCE,
-        words=_words(model, found["tokens"]),
+        evidence=EVIDENCE,
+        words=words_of(model, found["tokens"]),
         count=count,
-        **_parts(found, sign),
+        **parts_of(found, sign),
     )
 
 
-def _digest(direction: Tensor) -> str:
+def digest_of(direction: Tensor) -> str:
     """Tells directions from others, so that results of different ones are not merged."""
     numbers = direction.detach().to("cpu", torch.float32).contiguous().flatten().tolist()
     return hashlib.sha256(array("f", numbers).tobytes()).hexdigest()[:12]
@@ -296,118 +305,10 @@ def _values(
             f"{'Say which head: head=0.' if axes[2:3] == ('head',) else 'Choose another site.'}"
         )
     value: Tensor = whole.flatten(2).float()
+    found, numbers = units_in(value, name, units, direction)
     if units is not None:
-        units[:] = entries(units, value.shape[2], "neuron", repr(name))  # from the front, each once
-        return value[:, :, units]
-    if direction is None:
-        return value
-    rows = direction if direction.ndim == 2 else direction[None]
-    if rows.ndim != 2 or rows.shape[1] != value.shape[2]:
-        raise ValueError(
-            f"direction is {list(direction.shape)}; the values of {name!r} have {value.shape[2]} elements: "
-            f"give [{value.shape[2]}] or [n, {value.shape[2]}]."
-        )
-    projected: Tensor = value @ rows.to(value).mT
-    return projected
-
-
-def _best_of(
-    values: Tensor,
-    batch: ip.Batch,
-    counted: Tensor,
-    before: int,
-    k: int,
-    context: int,
-) -> Found:
-    """The best places of a batch, values being [example, pos, unit]."""
-    _, length, units = values.shape
-    at = torch.arange(length, device=values.device)
-    numbers = torch.tensor(batch.numbers, device=values.device) + before
-    order = ((numbers[:, None] << 32) + at).masked_fill(~counted, _LAST).reshape(-1)
-    flat = values.reshape(-1, units).mT.masked_fill(~counted.reshape(-1), -math.inf)
-    chosen = _first_of_the_largest(flat, order.expand_as(flat), min(k, flat.shape[1]))
-    example, pos = (chosen // length)[..., None], (chosen % length)[..., None]
-    window = pos + torch.arange(-context, context + 1, device=values.device)  # [unit, k, window]
-    outside = (window < 0) | (window >= length)
-    window = window.clamp(0, length - 1)
-    unit = torch.arange(units, device=values.device)[:, None, None]
-    found = {
-        "values": flat.gather(1, chosen),
-        "order": order[chosen],
-        "tokens": batch.clean[example, window].masked_fill(outside, -1),
-        "around": values[example, window, unit].masked_fill(outside, math.nan),
-    }
-    return {name: part.cpu() for name, part in found.items()}
-
-
-def _empty(units: int, k: int, context: int) -> Found:
-    """Places that anything is better than."""
-    places, windows = (units, k), (units, k, 2 * context + 1)
-    return {
-        "values": torch.full(places, -math.inf, device="cpu"),
-        "order": torch.full(places, _LAST, device="cpu"),
-        "tokens": torch.full(windows, -1, device="cpu"),
-        "around": torch.full(windows, math.nan, device="cpu"),
-    }
-
-
-def _merged(one: Found, other: Found) -> Found:
-    """The best of both."""
-    both = {name: torch.cat([part, other[name]], 1) for name, part in one.items()}
-    chosen = _first_of_the_largest(both["values"], both["order"], one["values"].shape[1])
-    return {
-        name: part.gather(
-            1, chosen if part.ndim == 2 else chosen[..., None].expand(-1, -1, part.shape[2])
-        )
-        for name, part in both.items()
-    }
-
-
-def _first_of_the_largest(values: Tensor, order: Tensor, k: int) -> Tensor:
-    """Where the k largest are, [unit, k], the largest first, of equal ones those of lower order.
-
-    ``topk`` alone takes any of equal values, so it only says how large one must be.
-    """
-    least = values.topk(k).values[:, -1:]
-    if bool(values.isnan().any()):
-        raise ip.NonFinite("a unit is NaN at some token, which has no place among numbers.")
-    rank = torch.where(values > least, -1, torch.where(values == least, order, _LAST + 1))
-    chosen = rank.topk(k, largest=False).indices
-    chosen = chosen.gather(1, order.gather(1, chosen).argsort(1))
-    return chosen.gather(
-        1, values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices
-    )
-
-
-def _parts(found: Found, sign: int) -> dict[str, Any]:
-    """As the result has them."""
-    there = found["order"] < _LAST
-    return {
-        "values": (found["values"] * sign).masked_fill(~there, math.nan),
-        "texts": (found["order"] >> 32).masked_fill(~there, -1),
-        "positions": (found["order"] & (2**32 - 1)).masked_fill(~there, -1),
-        "windows": found["tokens"].masked_fill(~there[..., None], -1),
-        "activations": (found["around"] * sign).masked_fill(~there[..., None], math.nan),
-    }
-
-
-def _found(result: MaxActivating, sign: int, before: int) -> Found:
-    """What `_parts` made, with text numbers counted on."""
-    there = result.texts >= 0
-    order = ((result.texts + before) << 32) + result.positions
-    return {
-        "values": (result.values * sign).masked_fill(~there, -math.inf),
-        "order": order.masked_fill(~there, _LAST),
-        "tokens": result.windows,
-        "around": result.activations * sign,
-    }
-
-
-def _words(model: ip.TransformerModel, tokens: Tensor) -> dict[str, str]:
-    known = [token for token in tokens.unique().tolist() if token >= 0]
-    if model.tokenizer is None:
-        return {str(token): f" {token}" for token in known}
-    return {str(token): model.to_single_str_token(token) for token in known}
+        units[:] = numbers
+    return found
 
 
 def _coloured(word: str, value: float, limit: float, *, here: bool) -> str:

@@ -276,6 +276,8 @@ class ModuleTree:
         hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
         if hits:
             return [self.place(path, module) for path, module in hits]
+        if pattern in ("input.*", "output.*"):  # all that the model itself takes, or returns
+            return [self.site(pattern[:-2])]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
         cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
         tail = None if cut is None else parse_tail(pattern[cut.start() :])

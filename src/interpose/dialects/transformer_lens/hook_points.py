@@ -98,7 +98,7 @@ class LensHook(FunctionHook):
         alias_names: Sequence[str] | None = None,
         together: Sequence[LensHook] = (),
     ) -> None:
-        super().__init__(function, site, direction)
+        super().__init__(site, function, direction)
         self.point = point
         self.shown: list[Any] = (
             [point] if alias_names is None else [Alias(point, name) for name in alias_names]
