@@ -58,8 +58,7 @@ def told_by_size(sequence: str | None, size: int, offset: int, length: int | Non
         offset: the position of the forward pass's first token.
         length: how many tokens the pass has, if that is known.
     """
-    made_anew = sequence == "queries" and offset > 0 and length is not None and size > length
-    return "keys" if made_anew else sequence
+    return "keys" if sequence == "queries" and offset and size > (length or size) else sequence
 
 
 def first_position(
