@@ -41,7 +41,7 @@ def _quick(model: TransformerModel) -> dict[str, str]:
 def differs(model: TransformerModel, about: ModelAbout) -> str | None:
     """In what a model is not the one of a store, in words; None if nothing was found.
 
-    Weights are compared where that takes about a second: on an accelerator, and of small models.
+    Weights are compared where that takes seconds: on an accelerator, and of small models.
 
     Args:
         model: the one in memory.

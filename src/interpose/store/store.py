@@ -176,7 +176,7 @@ class Store(Sequence[Cache]):
         return self.vectors == self.tokens
 
     def must_be_of(self, model: TransformerModel) -> None:
-        """Refuse a model whose values these are not: by its class, config and, where that is quick, its weights.
+        """Refuse a model whose values these are not: by its class, config and, where that takes seconds, its weights.
 
         Args:
             model: of transformers.
