@@ -12,7 +12,7 @@ from torch import Tensor
 from interpose.models.transformer import TransformerModel
 from interpose.store.records import ModelAbout
 
-_AT_ONCE = 2**18
+_AT_ONCE = 2**21
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 """An odd number without a pattern, as a signed one of 64 bits."""
 
