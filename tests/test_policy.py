@@ -33,9 +33,11 @@ LAYERS = [
     "activations",
     "models",
     "edits",
+    "jobs",
     "sweeps",
     "methods",
     "monitors",
+    "store",
     "detectors",
     "experiments",
     "cli",
@@ -289,8 +291,8 @@ def words_of(signature: inspect.Signature) -> set[str]:
     }
 
 
-# They only prepare, or have a caller that tells how far it is.
-QUICK = {"batches"}
+# They only prepare, hand out one batch after the other, or have a caller that tells how far it is.
+QUICK = {"batches", "Store.batches", "stream"}
 
 
 def test_all_long_work_tells_how_far_it_is() -> None:

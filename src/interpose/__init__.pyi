@@ -149,6 +149,12 @@ from interpose.monitors.statistics import (
     activation_statistics as activation_statistics,
 )
 
+# Stores of activations
+from interpose.activations import ActivationBatch as ActivationBatch
+from interpose.store.harvest import harvest as harvest
+from interpose.store.store import Store as Store, open_store as open_store
+from interpose.store.stream import stream as stream
+
 # Detectors that keep what they find
 from interpose.detectors.activation_log import ActivationLog as ActivationLog
 from interpose.detectors.collector import (

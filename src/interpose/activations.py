@@ -37,7 +37,7 @@ class ActivationBatch:
 
 
 class ActivationBatches(Protocol):
-    """Goes through vectors once, or for several epochs, in an order that its seed decides; it can go on where it was."""
+    """Goes through vectors, in an order that its seed decides; it can go on where another one was."""
 
     left_out: int
     """How many vectors were left out so far, since their norm is far from the others'."""

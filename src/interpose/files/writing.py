@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -47,7 +48,47 @@ def replacing(path: str | Path) -> Iterator[Path]:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-    _settle(target.parent)
+    settle(target.parent)
+
+
+def create_whole(path: str | Path, content: bytes | str) -> bool:
+    """Put a file where none is, whole and for good; False if another was first. Of many who try, one succeeds.
+
+    Args:
+        path: a new name.
+        content: its bytes, or a text, which is written in UTF-8.
+    """
+    target = Path(path)
+    content = content.encode() if isinstance(content, str) else content
+    unfinished = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
+    try:
+        _write_new(unfinished, content)
+        try:
+            os.link(unfinished, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                _write_new(target, content)
+            except FileExistsError:
+                return False
+    finally:
+        unfinished.unlink(missing_ok=True)
+    settle(target.parent)
+    return True
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems say that know no second name of a file."""
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _replaceable(target: Path, path: str | Path) -> os.stat_result | None:
@@ -95,7 +136,7 @@ def _dress(file: Path, like: os.stat_result) -> None:
     file.chmod(stat.S_IMODE(like.st_mode))
 
 
-def _settle(folder: Path) -> None:
+def settle(folder: Path) -> None:
     """Make sure of a new name in a folder, where folders can be opened."""
     if os.name != "nt":
         opened = os.open(folder, os.O_RDONLY)

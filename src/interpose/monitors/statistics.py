@@ -110,8 +110,8 @@ class ActivationStatistics(Result):
 
 
 @dataclass(slots=True)
-class _Summary:
-    """Sums over the rows seen so far, one column per unit."""
+class Summary:
+    """Sums over some rows, one column per unit; those of several together are what `join` makes of theirs."""
 
     count: int
     mean: Tensor
@@ -121,10 +121,11 @@ class _Summary:
     zeros: Tensor
 
     @staticmethod
-    def of(rows: Tensor) -> _Summary:
+    def of(rows: Tensor) -> Summary:
+        """Of values [row, unit]."""
         wide = rows.to(torch.float64)
         mean = wide.mean(0)
-        return _Summary(
+        return Summary(
             count=rows.shape[0],
             mean=mean,
             squares=(wide - mean).square_().sum(0),
@@ -133,11 +134,12 @@ class _Summary:
             zeros=(rows == 0).sum(0),
         )
 
-    def join(self, other: _Summary) -> _Summary:
+    def join(self, other: Summary) -> Summary:
+        """Of both together."""
         count = self.count + other.count
         apart = other.mean - self.mean
         between = apart.square() * (self.count * other.count / count)
-        return _Summary(
+        return Summary(
             count=count,
             mean=self.mean + apart * (other.count / count),
             squares=self.squares + other.squares + between,
@@ -146,9 +148,10 @@ class _Summary:
             zeros=self.zeros + other.zeros,
         )
 
-    def to(self, device: torch.device | str) -> _Summary:
+    def to(self, device: torch.device | str) -> Summary:
+        """The same on a device."""
         parts = (self.mean, self.squares, self.minimum, self.maximum, self.zeros)
-        return _Summary(self.count, *(part.to(device) for part in parts))
+        return Summary(self.count, *(part.to(device) for part in parts))
 
 
 class Statistics(Detector):
@@ -175,13 +178,13 @@ class Statistics(Detector):
     def __init__(self, site: Filter = None, *, unit_axis: int | None = None) -> None:
         super().__init__(site, copies=False)
         self.unit_axis = unit_axis
-        self._summaries: dict[str, _Summary] = {}
+        self._summaries: dict[str, Summary] = {}
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Add a batch of values."""
         rows = self._rows(value, hook)
         if rows.numel():
-            self._add(hook.name, _Summary.of(rows))
+            self._add(hook.name, Summary.of(rows))
 
     def _rows(self, value: Tensor, hook: HookPoint) -> Tensor:
         """A value as [sample, unit]."""
@@ -205,7 +208,7 @@ class Statistics(Detector):
         value = value.cpu() if value.device.type == "mps" else value  # mps has no float64
         return value.movedim(axis, -1).reshape(-1, value.shape[axis])
 
-    def _add(self, name: str, more: _Summary) -> None:
+    def _add(self, name: str, more: Summary) -> None:
         known = self._summaries.get(name)
         if known is not None and known.mean.shape != more.mean.shape:
             raise ValueError(
@@ -222,7 +225,7 @@ class Statistics(Detector):
     def result(self) -> ActivationStatistics:
         """What was found so far."""
         found = self._summaries.items()
-        return ActivationStatistics(tuple(_finished(site, sums.to("cpu")) for site, sums in found))
+        return ActivationStatistics(tuple(finished(site, sums.to("cpu")) for site, sums in found))
 
 
 def _tokens(value: Tensor, hook: HookPoint) -> Tensor:
@@ -244,7 +247,8 @@ def _seen(value: Tensor, hook: HookPoint) -> Tensor:
     return wide[there]
 
 
-def _finished(site: str, sums: _Summary) -> SiteStatistics:
+def finished(site: str, sums: Summary) -> SiteStatistics:
+    """What the sums of a site come to."""
     return SiteStatistics(
         site=site,
         count=sums.count,

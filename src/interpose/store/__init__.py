@@ -1,0 +1,1 @@
+"""Activations on disk: filling a store from texts (harvest), and reading from one."""

@@ -1,0 +1,85 @@
+"""Hashes that tell whether a store is of this model and of these texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.models.transformer import TransformerModel
+from interpose.store.records import ModelAbout
+
+_AT_ONCE = 2**24
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number without a pattern, as a signed one of 64 bits."""
+
+
+def of_model(model: TransformerModel) -> ModelAbout:
+    """Which model it is, down to the bits of its parameters."""
+    module = model.root
+    config: Any = getattr(module, "config", None)
+    plain = config.to_dict() if hasattr(config, "to_dict") else {}
+    first = next(iter(module.parameters()), torch.empty(0))
+    return ModelAbout(
+        name=str(getattr(config, "_name_or_path", "") or "").rstrip("/").rpartition("/")[2],
+        kind=type(module).__name__,
+        config=_hash(json.dumps(_told(plain), sort_keys=True, default=str)),
+        weights=of_weights(module),
+        dtype=str(first.dtype).removeprefix("torch."),
+    )
+
+
+# What a config says of where it is from and who wrote it, and not of what the model computes.
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "_commit_hash")
+
+
+def _told(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
+
+
+def of_weights(module: torch.nn.Module) -> str:
+    """A hash of every parameter and buffer, the same on every device: whole numbers do not round."""
+    made = hashlib.sha256()
+    with torch.no_grad():
+        for name, tensor in sorted(module.state_dict().items()):
+            if not isinstance(tensor, Tensor):
+                continue
+            sums = "" if tensor.is_meta else _sum(tensor)
+            made.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {sums}\n".encode())
+    return made.hexdigest()
+
+
+def _sum(tensor: Tensor) -> int:
+    """A sum of a tensor's bits, each weighted by its place, modulo 2**64."""
+    whole = getattr(tensor, "full_tensor", None)
+    flat = (whole() if whole is not None else tensor).detach().contiguous().reshape(-1)
+    bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for number, part in enumerate(bits.split(_AT_ONCE)):
+        place = torch.arange(number * _AT_ONCE, number * _AT_ONCE + len(part), device=bits.device)
+        mixed = (place * _ODD).bitwise_xor_(place << 7) | 1
+        total += (mixed * (part.long() + 1)).sum()
+    return int(total)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def of_tokenizer(model: TransformerModel) -> str | None:
+    """A hash of how a model's tokenizer reads texts; None without one."""
+    tokenizer = model._tokenizer_or_none()
+    if tokenizer is None:
+        return None
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if hasattr(backend, "to_str"):
+        read = json.loads(backend.to_str())
+        read.pop("truncation", None), read.pop("padding", None)  # set anew by every call
+        return _hash(json.dumps(read, sort_keys=True))
+    return _hash(json.dumps([type(tokenizer).__name__, tokenizer.get_vocab()], sort_keys=True))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

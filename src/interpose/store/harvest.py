@@ -1,0 +1,293 @@
+"""`ip.harvest`: fill a store with the activations of texts. Interrupted, it goes on; done, it does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import interpose
+from interpose.edits.edit import Edit
+from interpose.edits.saving import save_edits
+from interpose.engine.hooks import Engine, Hook, all_hooks
+from interpose.errors import FileError, Unsupported
+from interpose.files.reading import read_bytes
+from interpose.files.writing import create_whole
+from interpose.jobs.job import Worker, run
+from interpose.models.loading import load
+from interpose.models.running.rows import must_read_text
+from interpose.models.transformer import TransformerModel
+from interpose.progress import Progress, ShowProgress
+from interpose.render.text import human_bytes
+from interpose.sites.tree import Filter
+from interpose.store import fingerprint
+from interpose.store.filling import SegmentMaker, sweep_unfinished
+from interpose.store.records import (
+    ABOUT,
+    COMMITS,
+    HOOKS,
+    SEGMENTS,
+    UNFINISHED,
+    About,
+    Plan,
+    StoredSite,
+    TextsAbout,
+    commit_name,
+)
+from interpose.store.rows import row_length, texts_of, tokens_a_text
+from interpose.store.sources import Shard, Source
+from interpose.store.store import Store, open_store
+from interpose.store.vectors import Positions, Vectors
+from interpose.taps.context import current
+
+SEGMENT = 2**28
+"""How many bytes a segment has, about, all sites together."""
+WINDOW = 2**26
+"""How many bytes of a segment are in memory at a time, about."""
+
+
+def harvest(
+    model: TransformerModel | str,
+    texts: Any,
+    site: Filter,
+    *,
+    store: str | Path,
+    pos: Any = None,
+    dtype: str | torch.dtype | None = None,
+    hooks: Iterable[Any] = (),
+    prepend_bos: bool | None = None,
+    length: int | None = None,
+    column: str = "text",
+    batch_tokens: int | None = None,
+    segment_texts: int | None = None,
+    part: tuple[int, int] = (0, 1),
+    engine: str = "local",
+    workers: int | None = None,
+    progress: ShowProgress = True,
+) -> Store:
+    """Fill a store with the values of some sites at every token of some texts, and open it.
+
+    ```python
+    store = ip.harvest(model, texts, [("resid_post", 3)], store="activations")
+    store[0]["resid_post", 3]            # [1, pos, d_model]: those of the first text
+    ```
+
+    What is committed stays, whatever happens: a call that Ctrl-C, a crash or a full disk has ended goes on when it
+    is made again. Several may write into one store.
+
+    Args:
+        model: a model of transformers, in eval mode; or what `load` takes.
+        texts: a text, several, tokens, a ``.txt`` file (a text a line), a ``.jsonl`` file, a data set, an iterator.
+        site: which sites: each has a vector for every token.
+        store: its folder.
+        pos: which positions of each row: numbers (negative from its end), slices, texts; None for all.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (with a scale for each vector); None as made.
+        hooks: hooks and edits that are live meanwhile; the store says which.
+        prepend_bos: as in ``to_tokens``; a BOS token also begins the further rows of a long text.
+        length: how many tokens a row has at most; a longer text becomes several rows. By default the model's context,
+            at most 2048.
+        column: which field of records is the text.
+        batch_tokens: how many tokens run together.
+        segment_texts: how many texts a segment has; by default about as many as fill 256 MB.
+        part: which of how many parts of the work: ``(0, 4)`` makes every fourth segment.
+        engine: ``local`` for this process, or ``ray`` for a cluster (or all cores of this machine).
+        workers: how many processes hold the model, with ``ray``.
+        progress: as in `sweep`; it counts tokens.
+    """
+    name = model if isinstance(model, str) else None
+    model = load(model) if isinstance(model, str) else model
+    must_read_text(model)
+    if model.module.training:
+        raise Unsupported(
+            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
+    live = _live(model, hooks, engine)
+    vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
+    source = texts_of(model, texts, column)
+    folder = Path(store).absolute()
+    there = _about_there(folder)
+    sites = vectors.described()
+    if there is None:
+        tokens = tokens_a_text(model, source, prepend_bos, length)
+        plan = _plan(model, sites, tokens, batch_tokens, segment_texts)
+    else:
+        tokens, plan = None, _same_plan(there.plan, batch_tokens, segment_texts)
+    edits = [hook for hook in live if isinstance(hook, Edit)]
+    about = About(
+        model=fingerprint.of_model(model),
+        texts=TextsAbout(
+            fingerprint=source.fingerprint(),
+            count=source.count,
+            tokenizer=fingerprint.of_tokenizer(model),
+            prepend_bos=prepend_bos,
+            length=row_length(model, length),
+        ),
+        sites=sites,
+        pos=Positions(pos).data,
+        plan=plan,
+        hooks=tuple(map(_said, live)),
+        edits=_hash_of(edits),
+        versions={"interpose": interpose.__version__, "torch": torch.__version__},
+        names={} if (names := model.tree.speller()) is None else dataclasses.asdict(names),
+    )
+    about = _begin(folder, about, there, edits)
+    if tokens is not None and source.count is not None:
+        _must_have_room(folder, about, tokens * source.count)
+    job = Harvest(folder, about, source, vectors, part=part, name=name)
+    total = None if tokens is None or source.count is None else round(tokens * source.count)
+    with Progress(progress, total, "token") as bar:
+        run(job, engine=engine, workers=workers, step=bar.step)
+    return open_store(folder)
+
+
+class Harvest:
+    """The job: shards are segments, and a commit says that one is done.
+
+    Args:
+        folder: of the store.
+        about: what the store is of.
+        source: of the texts.
+        vectors: what runs the model.
+        part: which of how many parts of the work.
+        name: what other processes load the model from; by default it is sent to them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        about: About,
+        source: Source,
+        vectors: Vectors,
+        *,
+        part: tuple[int, int],
+        name: str | None,
+    ) -> None:
+        self.folder = folder
+        self.about = about
+        self.source = source
+        self.vectors = vectors
+        self.part = part
+        self.name = name
+
+    def shards(self) -> Iterator[Shard]:
+        """Those that are not committed yet, of this part of the work."""
+        mine, of = self.part
+        done = {number: commit.resume for number, commit in open_store(self.folder).commits.items()}
+        for shard in self.source.shards(self.about.plan.texts, done):
+            if shard.number % of == mine and not self.is_done(shard):
+                yield shard
+
+    def is_done(self, shard: Shard) -> bool:
+        """Whether somebody has committed it by now."""
+        return (self.folder / COMMITS / commit_name(shard.number)).exists()
+
+    def worker(self) -> Worker[Shard]:
+        """What makes segments, in this process."""
+        return SegmentMaker(self.folder, self.about, self.vectors)
+
+
+def _about_there(folder: Path) -> About | None:
+    """What a store is of that is there already."""
+    file = folder / ABOUT
+    if not file.exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            if not (folder / UNFINISHED).is_dir():
+                raise FileError(
+                    f"{str(folder)!r} is there and is not a store. Give a new folder, or an empty one."
+                )
+        return None
+    return About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+
+
+def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -> About:
+    """Write what the store is of, or see that it is the same."""
+    try:
+        for name in (COMMITS, SEGMENTS, UNFINISHED):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        if there is None and not create_whole(folder / ABOUT, about.to_json()):
+            there = _about_there(folder)  # another writer was first
+        if there is not None and (why := there.differs(about)) is not None:
+            raise FileError(
+                f"{str(folder)!r} is a store of something else: {why}. Give another folder; or the same model, texts "
+                "and arguments, to go on with this one."
+            )
+        if edits and not (folder / HOOKS).exists():
+            save_edits(folder / HOOKS, edits)
+        sweep_unfinished(folder)
+    except PermissionError as error:
+        raise FileError(
+            f"{str(folder)!r} cannot be written: {error.strerror}. Choose another folder."
+        ) from error
+    return there or about
+
+
+def _hash_of(edits: list[Edit]) -> str | None:
+    """A hash of edits with all their numbers; None of none."""
+    if not edits:
+        return None
+    said = json.dumps([edit.to_dict() for edit in edits], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _live(model: TransformerModel, hooks: Iterable[Any], engine: str) -> list[Hook]:
+    """Every hook that changes values while the harvest runs, in order."""
+    standing = [handle.hook for handle in model.list_hooks() if handle.hook.enabled]
+    scopes = [one for one in current().scopes if getattr(one, "model", None) is model]
+    around = [binding.hook for scope in scopes for binding in getattr(scope, "bindings", ())]
+    around = [hook for hook in around if not isinstance(hook, Engine) and hook.enabled]
+    if engine != "local" and (standing or around):
+        raise Unsupported(
+            "hooks that are on the model stay in this process, and with engine='ray' others run it. Give them as "
+            "hooks=[...]."
+        )
+    return [*standing, *around, *all_hooks(hooks, (), ())]
+
+
+def _said(hook: Hook) -> str:
+    """A hook as the store names it: the same in every process."""
+    if isinstance(hook, Edit):
+        return repr(hook)
+    return hook.label if hasattr(hook, "function") else type(hook).__name__
+
+
+def _plan(
+    model: TransformerModel,
+    sites: Mapping[str, StoredSite],
+    tokens: float,
+    batch_tokens: int | None,
+    segment_texts: int | None,
+) -> Plan:
+    size = sum(site.nbytes for site in sites.values())
+    fast = model.device.type != "cpu"
+    return Plan(
+        texts=segment_texts or max(1, min(10**7, round(SEGMENT / size / tokens))),
+        window=max(64, WINDOW // size),
+        batch_tokens=batch_tokens or (16384 if fast else 2048),
+    )
+
+
+def _same_plan(plan: Plan, batch_tokens: int | None, segment_texts: int | None) -> Plan:
+    """The plan of a store that is there, with what is asked for: if that is another, it is refused."""
+    asked = {"batch_tokens": batch_tokens, "texts": segment_texts}
+    return dataclasses.replace(plan, **{n: one for n, one in asked.items() if one is not None})
+
+
+def _must_have_room(folder: Path, about: About, tokens: float) -> None:
+    """Refuse what the disk does not hold, before it begins."""
+    share = 1.0 if about.pos is None else 0.0  # of some positions it is not known beforehand
+    done = sum(commit.tokens for commit in open_store(folder).commits.values())
+    needed = max(0.0, tokens - done) * (
+        share * sum(site.nbytes for site in about.sites.values()) + 8
+    )
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise FileError(
+            f"about {human_bytes(needed)} are needed for {tokens:,.0f} tokens, and {str(folder)!r} has "
+            f"{human_bytes(free)} left. Fewer sites, positions (pos=) or bits (dtype='bfloat16', 'int8') take less."
+        )

@@ -1,0 +1,345 @@
+"""`ip.open_store`: read what was harvested, row by row, vector by vector, or batch by batch."""
+
+from __future__ import annotations
+
+import bisect
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interpose.engine.cache import Cache
+from interpose.errors import FileError, SiteNotFound
+from interpose.explain.words import nearest, some
+from interpose.files.reading import read_bytes
+from interpose.monitors.statistics import ActivationStatistics, Summary, finished
+from interpose.names import Speller
+from interpose.render.text import human_bytes, table
+from interpose.store.pools import POOL, PooledBatches
+from interpose.store.reading import ChunkPools, Segment, addresses, summary
+from interpose.store.records import (
+    ABOUT,
+    COMMITS,
+    SEGMENTS,
+    About,
+    Commit,
+    StoredSite,
+    file_name,
+)
+from interpose.store.tensor_files import Mapped
+
+
+def open_store(path: str | Path, *, verify: bool = True) -> Store:
+    """Open a store that `harvest` fills or has filled; also while it does.
+
+    ```python
+    store = ip.open_store("activations")
+    store[0]["resid_post", 3]                            # [1, pos, d_model]
+    store.gather(("resid_post", 3), row=[0, 5], pos=[2, 1])   # [2, d_model]
+    for batch in store.batches(("resid_post", 3), batch_size=1024):
+        batch["blocks.3.hook_resid_post"]
+    ```
+
+    Args:
+        path: its folder.
+        verify: compare each file's checksum when it is first used. That reads the file once; without it a changed bit
+            is not noticed.
+    """
+    folder = Path(path)
+    file = folder / ABOUT
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"there is no store in {str(path)!r}: it has no {ABOUT}. ip.harvest(..., store=...) makes one."
+        )
+    about = About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+    return Store(folder, about, verify=verify)
+
+
+class Store(Sequence[Cache]):
+    """Rows of text with the values of some sites: `open_store` opens one. ``store[7]`` is a row as a `Cache`.
+
+    Attributes:
+        path: its folder.
+        about: what it is of: model, texts, sites, hooks.
+    """
+
+    def __init__(self, path: Path, about: About, *, verify: bool) -> None:
+        self.path = path
+        self.about = about
+        self._verify = verify
+        self.segments: list[Segment] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what writers have committed since it was opened."""
+        known = {segment.commit.segment: segment for segment in self.segments}
+        found = []
+        for file in sorted((self.path / COMMITS).glob("*.json")):
+            if file.name.startswith("."):
+                continue
+            text = read_bytes(file).decode("utf-8", "replace")
+            commit = Commit.from_json(text, repr(str(file)))
+            before = known.get(commit.segment)
+            if before is None or before.commit != commit:
+                folder = self.path / SEGMENTS / commit.folder
+                before = Segment(commit=commit, folder=folder, verify=self._verify, _mapped={})
+            found.append(before)
+        self.segments = found
+        self._rows = [0, *accumulate(segment.commit.rows for segment in found)]
+
+    # What there is.
+
+    @property
+    def commits(self) -> dict[int, Commit]:
+        """What is committed, by the number of the segment."""
+        return {segment.commit.segment: segment.commit for segment in self.segments}
+
+    def manifest(self) -> str:
+        """All records of commits, sorted: two stores of the same manifest hold the same bytes."""
+        return "".join(self.commits[number].to_json() for number in sorted(self.commits))
+
+    @property
+    def sites(self) -> Mapping[str, StoredSite]:
+        """The sites by canonical name."""
+        return self.about.sites
+
+    def __len__(self) -> int:
+        return self._rows[-1]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all rows have."""
+        return sum(segment.commit.tokens for segment in self.segments)
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors each site has."""
+        return sum(segment.commit.vectors for segment in self.segments)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all texts are there."""
+        numbers = sorted(self.commits)
+        return (
+            bool(numbers)
+            and numbers == list(range(len(numbers)))
+            and self.commits[numbers[-1]].last
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """How much it takes on the disk."""
+        return sum(file.size for s in self.segments for file in s.commit.files.values())
+
+    def site(self, asked: Any) -> str:
+        """The canonical name of one of its sites, by any name of it."""
+        found = (
+            self._speller(asked) if not isinstance(asked, str) or asked not in self.sites else asked
+        )
+        if found not in self.sites:
+            also = [name for name, site in self.sites.items() if asked in site.aliases]
+            found = also[0] if also else found
+        if found not in self.sites:
+            near = nearest(str(found), list(self.sites))
+            meant = f" Did you mean {near!r}?" if near else ""
+            raise SiteNotFound(
+                f"{asked!r} is not in this store.{meant} It has: {some(map(repr, self.sites))}."
+            )
+        return found
+
+    @cached_property
+    def _speller(self) -> Speller:
+        return self.about.speller
+
+    def _named(self, site: Any) -> list[str]:
+        if site is None:
+            return list(self.sites)
+        several = isinstance(site, (list, set)) or (
+            isinstance(site, tuple) and all(isinstance(one, (str, tuple)) for one in site)
+        )
+        return [self.site(one) for one in site] if several else [self.site(site)]
+
+    # Rows.
+
+    def _find(self, row: int) -> tuple[Segment, int]:
+        """The segment of a row, and its number there."""
+        count = len(self)
+        number = row + count if row < 0 else row
+        if not 0 <= number < count:
+            raise IndexError(f"row {row} is not there: the store has rows 0 to {count - 1}.")
+        at = bisect.bisect_right(self._rows, number) - 1
+        return self.segments[at], number - self._rows[at]
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[number] for number in range(*row.indices(len(self)))]
+        segment, number = self._find(row)
+        where = slice(*segment.vectors(number))
+        values = {name: segment.values(name, where)[None].clone() for name in self.sites}
+        aliases = {other: name for name, site in self.sites.items() for other in site.aliases}
+        return Cache(values, aliases=aliases, spelling=self._speller)
+
+    def tokens_of(self, row: int) -> Tensor:
+        """The tokens of a row, [pos]."""
+        segment, number = self._find(row)
+        return segment.index["tokens"][slice(*segment.span(number))].long()
+
+    def positions_of(self, row: int) -> Tensor:
+        """The positions of a row that have vectors."""
+        segment, number = self._find(row)
+        if "positions" not in segment.index:
+            return torch.arange(len(self.tokens_of(row)))
+        return segment.index["positions"][slice(*segment.vectors(number))].long()
+
+    def text_of(self, row: int) -> tuple[int, int]:
+        """The number of the text that a row is of, and the first token of it that the row has."""
+        segment, number = self._find(row)
+        text = segment.commit.texts[0] + int(segment.index["texts"][number])
+        return text, int(segment.index["starts"][number])
+
+    # Vectors.
+
+    def gather(self, site: Any, row: Any, pos: Any) -> Tensor:
+        """Single vectors of a site, [vector, ...], wherever they are.
+
+        Args:
+            site: which site.
+            row: the row of each.
+            pos: the position of each in its row, negative from its end.
+        """
+        name = self.site(site)
+        rows, places = torch.as_tensor(row).long(), torch.as_tensor(pos).long()
+        rows, places = (one.reshape(-1) for one in torch.broadcast_tensors(rows, places))
+        rows = torch.where(rows < 0, rows + len(self), rows)
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
+            raise IndexError(
+                f"rows are 0 to {len(self) - 1}; got {int(rows.min())} to {int(rows.max())}."
+            )
+        whose = torch.bucketize(rows, torch.tensor(self._rows[1:]), right=True)
+        stored = self.sites[name]
+        kind = torch.float32 if stored.dtype == "int8" else stored.torch_dtype
+        found = torch.empty((len(rows), *stored.shape), dtype=kind)
+        for number in map(int, whose.unique()):
+            segment = self.segments[number]
+            mine = (whose == number).nonzero()[:, 0]
+            at = addresses(segment, rows[mine] - self._rows[number], places[mine])
+            if len(mine) == len(rows):
+                return segment.values(name, at)
+            found[mine] = segment.values(name, at)
+        return found
+
+    def statistics(self, site: Any = None) -> ActivationStatistics:
+        """Mean, variance and range of every unit of some sites, as the harvest counted them.
+
+        Args:
+            site: which sites; None for all.
+        """
+        rows = []
+        for name in self._named(site):
+            sums: Summary | None = None
+            for segment in self.segments:
+                if segment.commit.vectors:
+                    more = summary(segment, name)
+                    sums = more if sums is None else sums.join(more)
+            if sums is not None:
+                rows.append(finished(name, sums))
+        return ActivationStatistics(tuple(rows))
+
+    def batches(
+        self,
+        site: Any = None,
+        *,
+        batch_size: int = 4096,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = 1,
+        pos: slice | None = None,
+        most_norm: float | None = None,
+        pool: int | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> PooledBatches:
+        """Batches of vectors, shuffled: chunks from all over the store are read in turn, and mixed in a pool.
+
+        Args:
+            site: which sites; None for all.
+            batch_size: how many vectors a batch has; the last of a pool may have fewer.
+            shuffle: False goes through rows in their order.
+            seed: of the order.
+            epochs: how often all of them come; None for ever.
+            pos: which positions of rows: ``slice(1, None)`` leaves out the first of each.
+            most_norm: leave out vectors whose norm is more than so many times the median of its pool, at any site.
+            pool: how many vectors are mixed; by default 512 MB of them.
+            part: which of how many consumers: ``(0, 2)`` gets every other pool.
+        """
+        names = self._named(site)
+        pool = pool or max(batch_size, POOL // sum(self.sites[name].nbytes for name in names))
+        return PooledBatches(
+            ChunkPools(self.segments, self._rows, names, pool, shuffle=shuffle, seed=seed),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epochs=epochs,
+            pos=pos,
+            most_norm=most_norm,
+            part=part,
+        )
+
+    # Whether it is whole.
+
+    def damaged(self) -> dict[str, str]:
+        """Every committed file that is not what was committed, with what is wrong; reads the whole store once."""
+        found = {}
+        for segment in self.segments:
+            for name, written in segment.commit.files.items():
+                path = segment.folder / name
+                try:
+                    Mapped(path, written, verify=True)
+                except FileError as error:
+                    found[str(path)] = str(error)
+        return found
+
+    def verify(self) -> None:
+        """Compare every file with what was committed; an error that names all that differ."""
+        if wrong := self.damaged():
+            listed = "\n  ".join(wrong.values())
+            raise FileError(f"{len(wrong)} files of {str(self.path)!r} are damaged:\n  {listed}")
+
+    def drop_damaged(self) -> list[int]:
+        """Take back the commits of segments with damaged files, so that the same harvest makes them anew."""
+        wrong = {Path(path).parent for path in self.damaged()}
+        gone = [s.commit.segment for s in self.segments if s.folder in wrong]
+        for segment in self.segments:
+            if segment.folder in wrong:
+                (self.path / COMMITS / f"{segment.commit.segment:08d}.json").unlink()
+                shutil.rmtree(segment.folder, ignore_errors=True)
+        self.refresh()
+        return gone
+
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "not complete"
+        title = (
+            f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
+            f"{self.about.model.name or self.about.model.kind} at {str(self.path)!r}"
+        )
+        return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
+
+    def _repr_html_(self) -> str:
+        from interpose.render.html import html_table
+
+        title = repr(self).splitlines()[0]
+        return html_table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        sizes = {
+            name: sum(s.commit.files[file_name(name)].size for s in self.segments)
+            for name in self.sites
+        }
+        return [
+            (name, f"{self.vectors:,}", str(site.shape), site.dtype, human_bytes(sizes[name]))
+            for name, site in self.sites.items()
+        ]

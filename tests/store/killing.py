@@ -1,0 +1,84 @@
+"""Harvests in child processes that are killed at random moments, until a store is complete: run as a script.
+
+The model is loaded once; every child is forked from here, so that a hundred kills take seconds and not minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import interpose as ip
+from tests.models import tiny
+
+TEXTS = [[3 + (7 * row + place) % 40 for place in range(2 + row % 9)] for row in range(90)]
+SITES = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z"]
+
+
+def harvest(model: ip.TransformerModel, folder: Path, **options: Any) -> ip.Store:
+    given = {"segment_texts": 7, "progress": False, **options}
+    return ip.harvest(model, TEXTS, SITES, store=folder, **given)
+
+
+def killed(model: ip.TransformerModel, folder: Path, after: float) -> bool:
+    """Harvest in a child, and kill it after some seconds; whether it was alive then."""
+    child = os.fork()
+    if child == 0:
+        try:
+            harvest(model, folder)
+        finally:
+            os._exit(0)
+    end = time.monotonic() + after
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    model, rng = ip.wrap(tiny.build("llama")), random.Random(seed)
+    start = time.monotonic()
+    harvest(model, folder / "whole")
+    takes = time.monotonic() - start
+    done = number = 0
+    while done < kills:
+        target = folder / f"killed{number}"
+        for _ in range(kills):
+            alive = killed(model, target, rng.uniform(0, takes / 2))
+            done += alive
+            if not alive or done >= kills:
+                break
+        harvest(model, target)
+        number += 1
+    print(done, "kills,", number, "stores")
+
+
+def limited(folder: Path, size: int) -> None:
+    """Harvest where no file may grow larger than this: as on a full disk."""
+    model = ip.wrap(tiny.build("llama"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        harvest(model, folder, segment_texts=90)
+    except ip.FileError as error:
+        print(error)
+    left = list((folder / "unfinished").iterdir())
+    assert not left, left
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "limited":
+        limited(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
