@@ -1,4 +1,4 @@
-"""Data sets as mi-crow has them, over lists, files, folders, iterators, and the `datasets` library where it is there."""
+"""Data sets as mi-crow has them, over lists, files, folders, iterators, and those of the `datasets` library."""
 
 from interpose.dialects.mi_crow.datasets.base_dataset import BaseDataset
 from interpose.dialects.mi_crow.datasets.classification_dataset import ClassificationDataset

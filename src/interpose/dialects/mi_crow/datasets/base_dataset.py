@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -115,7 +116,9 @@ class BaseDataset:
             loading_strategy: ``STREAMING`` reads rows as they are needed.
             **options: for the data set, such as ``text_field``.
         """
-        return cls(_Again(lambda: records.of_csv(source, delimiter)), store, loading_strategy, **options)
+        return cls(
+            _Again(lambda: records.of_csv(source, delimiter)), store, loading_strategy, **options
+        )
 
     @classmethod
     def from_json(
@@ -215,13 +218,17 @@ class BaseDataset:
 
     def _must_be_counted(self, what: str) -> None:
         if self.is_streaming:
-            raise NotImplementedError(
-                f"{what} is not to be had of a data set that is STREAMING; go through it: iter_items, iter_batches, head."
+            raise _Uncounted(
+                f"{what} is not to be had of a STREAMING data set: go through it with iter_items or iter_batches."
             )
 
     def __repr__(self) -> str:
         count = "streaming" if self.is_streaming else f"{len(self)} items"
         return f"{type(self).__name__}({count})"
+
+
+class _Uncounted(NotImplementedError, TypeError):
+    """Both, so that ``list(data)``, which asks for a length, goes on without one."""
 
 
 class _Again:
@@ -236,10 +243,9 @@ class _Again:
 
 def _library() -> Any:
     try:
-        import datasets
+        return importlib.import_module("datasets")
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "this needs the datasets library: pip install datasets. Without it: TextDataset(texts=[...]), from_csv, "
             "from_json, from_local."
         ) from None
-    return datasets

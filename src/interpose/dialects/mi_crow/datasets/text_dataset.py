@@ -38,7 +38,12 @@ class TextDataset(BaseDataset):
 
     @classmethod
     def from_local(
-        cls, source: str | Path, store: Any = None, *, recursive: bool = True, text_field: str = "text"
+        cls,
+        source: str | Path,
+        store: Any = None,
+        *,
+        recursive: bool = True,
+        text_field: str = "text",
     ) -> Self:
         """The texts of a folder (one of each ``.txt`` file), of a ``.txt``, ``.csv``, ``.json`` or ``.jsonl`` file.
 

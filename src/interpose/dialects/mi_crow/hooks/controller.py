@@ -59,13 +59,14 @@ class Controller(Hook):
             layer runs, the value is what it is given.
         """
 
-    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:  # noqa: A002
+    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:
         if isinstance(self, Detector):
             try:
                 self.look(module, input, output)
-            except Exception as error:  # noqa: BLE001 - as in mi-crow, it goes on; here it can be seen
+            except Exception as error:
                 warnings.warn(
-                    f"hook {self.id!r} detected nothing: {type(error).__name__}: {error}", stacklevel=2
+                    f"hook {self.id!r} detected nothing: {type(error).__name__}: {error}",
+                    stacklevel=2,
                 )
         if _OFF.get():
             return None
@@ -108,5 +109,7 @@ class FunctionController(Controller):
             raise TypeError("there is no tensor here that the function could be given.")
         made = self.function(tensor)
         if not isinstance(made, Tensor):
-            raise TypeError(f"the function must return a tensor; it returned a {type(made).__name__}.")
+            raise TypeError(
+                f"the function must return a tensor; it returned a {type(made).__name__}."
+            )
         return made

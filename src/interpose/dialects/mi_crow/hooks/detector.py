@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 
 from interpose.dialects.mi_crow.hooks.hook import Hook, HookType
 from interpose.taps import values
+
+_OFF: ContextVar[bool] = ContextVar("detectors are off", default=False)
+
+
+@contextmanager
+def detectors_off() -> Iterator[None]:
+    """A block in which detectors, of this thread, look at nothing."""
+    token = _OFF.set(True)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
 
 
 class Detector(Hook):
@@ -38,7 +53,7 @@ class Detector(Hook):
         self.tensor_metadata: dict[str, Tensor] = {}
 
     @abstractmethod
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:
         """Look at a call of the layer.
 
         Args:
@@ -47,13 +62,18 @@ class Detector(Hook):
             output: what it returned; None before it ran.
         """
 
-    def look(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+    def look(self, module: nn.Module, input: Any, output: Any) -> None:
         """Show it copies: what it does to them reaches nobody."""
+        if _OFF.get():
+            return
         if self._spoils and output is None:
-            input = input.twin()  # noqa: A001
+            input = input.twin()
         elif self._spoils:  # the inputs are copies already
             output = values.mapped(output, values.twin)
         self.process_activations(module, input, output)
 
-    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:
+        if hasattr(self, "modify_activations"):  # a controller too, which looks before it changes
+            return super()._hook_fn(module, input, output)  # type: ignore[safe-super]
         self.look(module, input, output)
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from interpose.dialects.mi_crow.language_model.context import LanguageModelContext
 
 
-class HookType(str, Enum):
+class HookType(StrEnum):
     """When a hook runs: after its module, or before it."""
 
     FORWARD = "forward"
@@ -106,7 +106,7 @@ class Hook(ABC):
         return lambda module, args, output: self.after(module, args, {}, output, self.hook_type)
 
     @abstractmethod
-    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:  # noqa: A002
+    def _hook_fn(self, module: nn.Module, input: Any, output: Any) -> Any:
         """Do something with a call of the layer; what it returns, or writes to the value, the model goes on with."""
 
     # What a registration calls.
@@ -139,9 +139,7 @@ class Hook(ABC):
             args, kwargs = values.mapped((args, kwargs), values.twin)
         return self._guarded(hook_type, module, Inputs.of(module, args, kwargs), output)
 
-    def _guarded(
-        self, hook_type: HookType, module: nn.Module, inputs: Inputs, output: Any
-    ) -> Any:
+    def _guarded(self, hook_type: HookType, module: nn.Module, inputs: Inputs, output: Any) -> Any:
         if not self._enabled:
             return None
         with self._named(hook_type):

@@ -34,11 +34,13 @@ class LayerActivationDetector(Detector):
         super().__init__(HookType.FORWARD, hook_id, layer_signature=layer_signature)
         self.target_dtype = target_dtype
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: ARG002
         """Keep a copy, which is there when this returns: a GPU has been waited for."""
         tensor = main_tensor(output)
         if tensor is None:
-            raise TypeError(f"{type(module).__name__} returned no tensor, but a {type(output).__name__}.")
+            raise TypeError(
+                f"{type(module).__name__} returned no tensor, but a {type(output).__name__}."
+            )
         self.tensor_metadata["activations"] = kept(tensor, self.target_dtype)
         self.metadata["activations_shape"] = tuple(tensor.shape)
 

@@ -40,7 +40,7 @@ class ModelInputDetector(Detector):
         self.save_attention_mask = save_attention_mask
         self.special_token_ids = None if special_token_ids is None else set(special_token_ids)
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: ARG002
         """Keep what the model was given, by place or by name."""
         given = dict(getattr(input, "by_name", {}))
         if len(input) == 1 and isinstance(input[0], Mapping):
@@ -50,7 +50,9 @@ class ModelInputDetector(Detector):
         self.set_inputs_from_encodings(given, module)
 
     def set_inputs_from_encodings(
-        self, encodings: Mapping[str, Any], module: nn.Module | None = None  # noqa: ARG002
+        self,
+        encodings: Mapping[str, Any],
+        module: nn.Module | None = None,  # noqa: ARG002
     ) -> None:
         """Keep what a tokenizer returned, as if the model had been given it."""
         tokens = encodings.get("input_ids")

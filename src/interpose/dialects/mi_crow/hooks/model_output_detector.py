@@ -34,7 +34,7 @@ class ModelOutputDetector(Detector):
         self.save_output_logits = save_output_logits
         self.save_output_hidden_state = save_output_hidden_state
 
-    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: A002, ARG002
+    def process_activations(self, module: nn.Module, input: Any, output: Any) -> None:  # noqa: ARG002
         """Keep what is asked for and there."""
         for wanted, name, own in (
             (self.save_output_logits, "output_logits", "logits"),

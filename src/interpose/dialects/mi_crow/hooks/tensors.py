@@ -57,7 +57,7 @@ def main_tensor(value: Any) -> Tensor | None:
     return found if found is not None else own if isinstance(own, Tensor) else None
 
 
-def extract_tensor_from_input(input: Any) -> Tensor | None:  # noqa: A002
+def extract_tensor_from_input(input: Any) -> Tensor | None:
     """The first tensor among a module's arguments; None if there is none."""
     return main_tensor(input)
 

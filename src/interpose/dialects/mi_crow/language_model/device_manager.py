@@ -16,7 +16,9 @@ def normalize_device(device: str | torch.device | None) -> str:
     if made.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (made.index or 0) >= count:
-            raise ValueError(f"device {str(device)!r} is not available: there are {count} CUDA devices.")
+            raise ValueError(
+                f"device {str(device)!r} is not available: there are {count} CUDA devices."
+            )
         return f"cuda:{made.index or 0}"
     if made.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device 'mps' is not available.")

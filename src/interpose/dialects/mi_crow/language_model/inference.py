@@ -134,7 +134,9 @@ class InferenceEngine:
             "with_controllers": with_controllers,
             "stop_after_layer": stop_after_layer,
         }
-        self._begin(run_name, clear_detectors_before, {"batch_size": batch_size, "length": len(texts)})
+        self._begin(
+            run_name, clear_detectors_before, {"batch_size": batch_size, "length": len(texts)}
+        )
         size = batch_size or len(texts)
         batches = [texts[at : at + size] for at in range(0, len(texts), size)]
         outputs, encodings = [], []
@@ -220,11 +222,12 @@ class InferenceEngine:
     ) -> Iterator[tuple[Any, Any]]:
         with Progress(verbose, count(batches), "batch") as bar:
             for number, texts in enumerate(batches):
-                yield self.execute_inference(texts, **options)
+                output, encodings = self.execute_inference(texts, **options)
                 if run_name is not None:
                     self.context.language_model.save_detector_metadata(
-                        run_name, number, unified=not apart
+                        run_name, number, unified=not apart, inputs=encodings
                     )
+                yield output, encodings
                 bar.step()
 
     def extract_logits(self, output: Any) -> Tensor:

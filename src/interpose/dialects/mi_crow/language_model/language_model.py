@@ -16,9 +16,12 @@ from interpose.dialects.mi_crow.language_model.inference import InferenceEngine
 from interpose.dialects.mi_crow.language_model.layers import LanguageModelLayers
 from interpose.dialects.mi_crow.language_model.saving import restore, save
 from interpose.dialects.mi_crow.language_model.tokenizer import LanguageModelTokenizer, that_pads
+from interpose.dialects.mi_crow.store.harvested import INPUTS
 from interpose.engine.model import Model
 from interpose.models.loading import is_transformer, load, tokenizer_of, wrap
 from interpose.models.transformer import TransformerModel
+
+_KEPT = ("input_ids", "attention_mask")
 
 
 class LanguageModel:
@@ -198,6 +201,7 @@ class LanguageModel:
         batch_idx: int | None,
         unified: bool = False,
         clear_after_save: bool = True,
+        inputs: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Put what all detectors have into the store, and return where.
 
@@ -206,11 +210,14 @@ class LanguageModel:
             batch_idx: of the batch.
             unified: all batches of the run in one place, each beside those before it.
             clear_after_save: let detectors forget it then.
+            inputs: what the model was given, to be kept with it: by the mask, what is padding is known afterwards.
         """
         store = self.context.store
         if store is None:
             raise ValueError("Store must be provided or set on the language model.")
         facts, tensors = self.get_all_detector_metadata()
+        if inputs is not None:
+            tensors[INPUTS] = {name: inputs[name] for name in _KEPT if name in inputs}
         if unified:
             where = store.put_run_detector_metadata(run_name, facts, tensors)
         else:

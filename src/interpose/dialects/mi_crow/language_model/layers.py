@@ -68,13 +68,13 @@ class LanguageModelLayers:
         return [path for path, _ in self.context.model.named_modules() if path]
 
     def get_layer_names(self) -> list[str]:
-        """The flattened name of every layer, such as ``llamaforcausallm_model_layers_1``, in the order of their indices."""
+        """The flattened name of every layer, such as ``llamaforcausallm_model_layers_1``, in the same order."""
         return [self._flat(path) for path in self.list_layers()]
 
     def print_layer_names(self) -> None:
         """Print every layer with its index."""
         for number, (path, module) in enumerate(self._layers()):
-            print(f"{number}: {self._flat(path)} ({type(module).__name__})")
+            print(f"{number}: {self._flat(path)} ({type(module).__name__})")  # noqa: T201
 
     def path_of(self, layer_signature: Signature) -> str:
         """The path of a layer by any of its names; empty for the model itself."""
@@ -138,7 +138,9 @@ class LanguageModelLayers:
             hook_type: when it runs; by default as it says itself.
         """
         if not isinstance(hook, Hook):
-            raise TypeError(f"register_hook takes a Detector, a Controller or a Hook; got {hook!r}.")
+            raise TypeError(
+                f"register_hook takes a Detector, a Controller or a Hook; got {hook!r}."
+            )
         if hook.id in self._registered:
             raise ValueError(f"Hook with ID '{hook.id}' is already registered.")
         path = self.path_of(layer_signature)
@@ -154,7 +156,7 @@ class LanguageModelLayers:
 
     def unregister_hook(self, hook_or_id: Hook | str) -> bool:
         """Take a hook off, by itself or by its id; False if it is not there."""
-        id = hook_or_id.id if isinstance(hook_or_id, Hook) else hook_or_id  # noqa: A001
+        id = hook_or_id.id if isinstance(hook_or_id, Hook) else hook_or_id
         found = self._registered.get(id)
         if found is None or (isinstance(hook_or_id, Hook) and found.hook is not hook_or_id):
             return False

@@ -16,7 +16,7 @@ from interpose.dialects.mi_crow.hooks import (
 )
 from interpose.errors import FileError
 from interpose.files.writing import replacing
-from interpose.models.loading import load
+from interpose.models.loading import POCKET, load
 
 if TYPE_CHECKING:
     from interpose.dialects.mi_crow.language_model.language_model import LanguageModel
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 _KNOWN: dict[str, tuple[type[Hook], tuple[str, ...]]] = {
     "LayerActivationDetector": (LayerActivationDetector, ()),
     "ModelInputDetector": (ModelInputDetector, ("save_input_ids", "save_attention_mask")),
-    "ModelOutputDetector": (ModelOutputDetector, ("save_output_logits", "save_output_hidden_state")),
+    "ModelOutputDetector": (
+        ModelOutputDetector,
+        ("save_output_logits", "save_output_hidden_state"),
+    ),
 }
 """Hooks that are data, and what they are made of besides their layer and id."""
 
@@ -45,14 +48,22 @@ def save(language_model: LanguageModel, path: str | Path | None) -> Path:
             "class": type(one.hook).__name__,
             "layer": one.path,
             "type": one.hook_type.value,
-            "options": {n: getattr(one.hook, n) for n in _KNOWN.get(type(one.hook).__name__, (None, ()))[1]},
+            "options": {
+                n: getattr(one.hook, n) for n in _KNOWN.get(type(one.hook).__name__, (None, ()))[1]
+            },
         }
         for one in language_model.layers.registrations()
     ]
     own = getattr(getattr(context.model, "config", None), "_name_or_path", None)
-    metadata = {"model_id": context.model_id, "hooks": hooks, "model_path": own or context.model_id}
+    metadata = {
+        "model_id": context.model_id,
+        "hooks": hooks,
+        "model_path": "pocket" if own == str(POCKET) else own or context.model_id,
+    }
     with replacing(file) as unfinished:
-        torch.save({"model_state_dict": context.model.state_dict(), "metadata": metadata}, unfinished)
+        torch.save(
+            {"model_state_dict": context.model.state_dict(), "metadata": metadata}, unfinished
+        )
     return file
 
 

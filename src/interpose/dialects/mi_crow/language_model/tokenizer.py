@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from interpose.dialects.mi_crow.language_model.context import LanguageModelContext
+from interpose.models.transformer import TransformerModel
 
 
 class LanguageModelTokenizer:
@@ -30,16 +31,20 @@ class LanguageModelTokenizer:
 
         Args:
             texts: some texts.
-            **options: for the tokenizer; by default it pads to the longest and cuts what the model has no positions for.
+            **options: for the tokenizer; by default it pads to the longest, and cuts at the model's last position.
         """
+        tokenizer, longest = self.tokenizer, self.longest()
         texts = [texts] if isinstance(texts, str) else list(texts)
-        longest = self.longest()
-        options = {"padding": True, "truncation": longest is not None, "return_tensors": "pt"} | options
+        options = {
+            "padding": True,
+            "truncation": longest is not None,
+            "return_tensors": "pt",
+        } | options
         if options["truncation"] and options.get("max_length") is None:
             options["max_length"] = longest
         if options.get("max_length") is None:
             options.pop("max_length", None)
-        return self.tokenizer(texts, **options)
+        return tokenizer(texts, **options)
 
     def rows(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
         """The tokens of each text, none padded."""
@@ -50,10 +55,10 @@ class LanguageModelTokenizer:
 
     def longest(self) -> int | None:
         """How many tokens a text may have; None for any number."""
-        known = getattr(self.context.view, "_longest_text", None)
-        if known is not None:
-            return known()
-        most = getattr(self.tokenizer, "model_max_length", None)
+        tokenizer, view = self.tokenizer, self.context.view
+        if isinstance(view, TransformerModel):
+            return view._longest_text()
+        most = getattr(tokenizer, "model_max_length", None)
         return most if isinstance(most, int) and 0 < most < 10**9 else None
 
     def split_to_tokens(
@@ -61,8 +66,11 @@ class LanguageModelTokenizer:
     ) -> list[str] | list[list[str]]:
         """A text as its tokens, each as a string; of several texts a list each."""
         if not isinstance(text, str):
-            return [list(self.split_to_tokens(one, add_special_tokens)) for one in text]  # type: ignore[arg-type]
-        tokens = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+            return [self._split(one, add_special_tokens) for one in text]
+        return self._split(text, add_special_tokens)
+
+    def _split(self, text: str, special: bool) -> list[str]:
+        tokens = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return [str(self.tokenizer.decode([token])) for token in tokens]
 
 

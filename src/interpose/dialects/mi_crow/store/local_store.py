@@ -37,7 +37,7 @@ class LocalStore(Store):
 
     def run_path(self, run_id: str) -> Path:
         """The folder of a run."""
-        if not isinstance(run_id, str) or not run_id or re.search(r'[/\\\0]|^\.', run_id):
+        if not isinstance(run_id, str) or not run_id or re.search(r"[/\\\0]|^\.", run_id):
             raise ValueError(
                 f"run_id is a name without '/' or '\\\\' that does not begin with '.'; got {run_id!r}."
             )
@@ -136,7 +136,9 @@ class LocalStore(Store):
     ) -> str:
         for layer, tensors in tensor_metadata.items():
             for key, tensor in tensors.items():
-                _write_tensors(folder / _quoted(layer) / f"{_quoted(key)}.safetensors", {"tensor": tensor})
+                _write_tensors(
+                    folder / _quoted(layer) / f"{_quoted(key)}.safetensors", {"tensor": tensor}
+                )
         names = {layer: list(tensors) for layer, tensors in tensor_metadata.items()}
         # Last: a batch is there when this file is.
         _write_json(folder / "metadata.json", {**metadata, _NAMES: names})
@@ -174,13 +176,16 @@ class LocalStore(Store):
                 return folder / f"batch_{batch_index}"
         there = self.list_run_batches(run_id)
         shown = f"batches {there[0]} to {there[-1]}" if there else "no batches"
-        raise FileNotFoundError(f"no batch {batch_index} of run {run_id!r} in {str(run)!r}: it has {shown}.")
+        raise FileNotFoundError(
+            f"no batch {batch_index} of run {run_id!r} in {str(run)!r}: it has {shown}."
+        )
 
     def _tensor(self, folder: Path, run_id: str, batch_index: int, layer: str, key: str) -> Tensor:
         path = folder / _quoted(layer) / f"{_quoted(key)}.safetensors"
         if not path.is_file():
             there = sorted(
-                f"{unquote(one.parent.name)!r} {unquote(one.stem)!r}" for one in folder.glob("*/*.safetensors")
+                f"{unquote(one.parent.name)!r} {unquote(one.stem)!r}"
+                for one in folder.glob("*/*.safetensors")
             )
             raise FileNotFoundError(
                 f"no {key!r} of layer {layer!r} in batch {batch_index} of run {run_id!r} ({str(path)!r}); there are: "
@@ -251,7 +256,9 @@ def _as_put(tensors: dict[str, Tensor]) -> Batch:
     """Tensors by name, or the list that was put."""
     if set(tensors) == {_EMPTY}:
         return []
-    numbers = {int(found[1]): one for name, one in tensors.items() if (found := _ITEM.fullmatch(name))}
+    numbers = {
+        int(found[1]): one for name, one in tensors.items() if (found := _ITEM.fullmatch(name))
+    }
     if len(numbers) == len(tensors) and set(numbers) == set(range(len(numbers))):
         return [numbers[number] for number in range(len(numbers))]
     return tensors
