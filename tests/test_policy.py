@@ -39,10 +39,14 @@ LAYERS = [
     "monitors",
     "store",
     "detectors",
+    "sae",
     "experiments",
     "cli",
     "dialects",
 ]
+
+
+CODE = ("src", "tests", "scripts", "benchmarks", "examples", "training")
 
 
 def python_files() -> list[Path]:
@@ -101,6 +105,30 @@ def test_contributing_shows_every_folder_and_the_arrow_as_it_is() -> None:
 def name_of(path: Path) -> str:
     """A folder or a file of code as CONTRIBUTING.md calls it; nothing for what Python adds."""
     return "" if path.name.startswith("__") or path.name == "py.typed" else path.name
+
+
+def test_every_test_that_is_named_somewhere_is_there() -> None:
+    root = PACKAGE.parents[1]
+    texts = [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        *(root / "changelog.d").glob("*.md"),
+    ]
+    texts += [path for folder in CODE for path in (root / folder).rglob("*.py")]
+    named = {
+        (name, str(path.relative_to(root)))
+        for path in texts
+        for name in re.findall(
+            r"\btests/[\w/]+\.py\b|[\w/]*\btest_\w+\.py\b", path.read_text("utf-8")
+        )
+    }
+    assert len(named) > 20
+    missing = [
+        pair
+        for pair in named
+        if not any((root / start / pair[0]).exists() for start in ("", "tests"))
+    ]
+    assert missing == []
 
 
 def test_exported_names_are_sorted_and_complete() -> None:

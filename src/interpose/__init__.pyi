@@ -165,6 +165,24 @@ from interpose.detectors.collector import (
 )
 from interpose.detectors.top_activating import TopActivating as TopActivating
 
+# Sparse autoencoders
+from interpose.sae.attaching import Attached as Attached
+from interpose.sae.codes import Codes as Codes
+from interpose.sae.crosscoder import CrossCoder as CrossCoder
+from interpose.sae.matching_pursuit import MatchingPursuitSAE as MatchingPursuitSAE
+from interpose.sae.relu import (
+    GatedSAE as GatedSAE,
+    JumpReLUSAE as JumpReLUSAE,
+    StandardSAE as StandardSAE,
+)
+from interpose.sae.sae import SAE as SAE
+from interpose.sae.topk import (
+    AbsTopKSAE as AbsTopKSAE,
+    BatchTopKSAE as BatchTopKSAE,
+    MatryoshkaSAE as MatryoshkaSAE,
+    TopKSAE as TopKSAE,
+)
+
 # Results
 from interpose.results.bootstrap import Interval as Interval
 from interpose.results.loading import load_result as load_result

@@ -183,15 +183,18 @@ class Speller:
     Attributes:
         sites: canonical names, each with whether its value is kept when nothing is named.
         absent: names that models of this kind may have and this one has not, each with the reason.
+        offered: canonical names of sites that others have made; how they end is a kind.
     """
 
     sites: Mapping[str, bool] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+    offered: tuple[str, ...] = ()
 
     def __call__(self, asked: Any) -> str:
         """The canonical spelling of a name or short form."""
         if is_short_form(asked):
-            asked = of_kind(*asked)
+            mine = self.ending(*asked[:2])
+            asked = mine[0] if len(mine) == 1 else of_kind(*asked)
         if not isinstance(asked, str):
             raise TypeError(
                 "a site is named by a string such as 'blocks.5.hook_resid_post', or by kind and "
@@ -201,7 +204,8 @@ class Speller:
 
     def key(self, name: str) -> str:
         """The canonical spelling of a name, layers counted from the end included."""
-        key = canonical(name)
+        mine = self.ending(name)
+        key = mine[0] if len(mine) == 1 else canonical(name)
         negative = re.match(r"(.*?)blocks\.(-\d+)\.(.*)", key)
         if negative is not None:
             prefix, layer, rest = negative.groups()
@@ -215,6 +219,13 @@ class Speller:
         if key.endswith("mlp.hook_pre_linear") and key not in self.sites and key != name:
             key = key.removesuffix("_linear")  # the bridge's `mlp.in` of an MLP without a gate
         return key
+
+    def ending(self, kind: str, layer: int | None = None) -> list[str]:
+        """The offered names that end so, in one layer or in all."""
+        if layer is not None and layer < 0:
+            layer += self.blocks() or self.blocks("decoder.")
+        ends = [name for name in self.offered if name.endswith(f".{kind}")]
+        return [n for n in ends if layer is None or (layer_of(n) or ("", None))[1] == layer]
 
     def blocks(self, prefix: str = "") -> int:
         """How many blocks a tower has."""

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize, prune
 import interpose as ip
 from interpose.engine.stamp import Stamp
 from interpose.models.discovery import recorded_forward
+from interpose.models.knowledge import Conditions
 from interpose.models.transformer import TransformerModel
 from tests.models import tiny
 from tests.models.texts import speaking
@@ -75,6 +76,13 @@ class Double(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
+
+
+class Ahead(nn.Module):
+    """An activation that looks ahead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() + x.cumsum(1).flip(1)
 
 
 class Packed(Tensor):
@@ -209,6 +217,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "pruning": ("llama", lambda m: prune.l1_unstructured(block(m).mlp.down_proj, "weight", 0.5)),
     "another class": ("llama", lambda m: setattr(block(m).self_attn.v_proj, "__class__", Double)),
+    "another class of an activation": (
+        "llama",
+        lambda m: setattr(block(m).mlp.act_fn, "__class__", Ahead),
+    ),
     "a forward that takes anything": ("llama", wrap_forward),
     "a forward that shows its receiver": ("llama", replace_forward),
     "a forward of one's own": ("llama", own_forward),
@@ -385,7 +397,18 @@ def test_a_hook_whose_site_is_gone_says_so() -> None:
     model(TOKENS)
 
 
-def test_what_could_not_be_seen_in_zeros_is_seen_when_weights_are_loaded() -> None:
+def load(module: Any, weights: dict[str, Tensor]) -> None:
+    module.load_state_dict(weights)
+
+
+def hand_over(module: Any, weights: dict[str, Tensor]) -> None:
+    """As adapters are merged: each parameter stays, and is given other numbers."""
+    for name, parameter in module.named_parameters():
+        parameter.data = weights[name].clone()
+
+
+@pytest.mark.parametrize("give", [load, hand_over])
+def test_what_could_not_be_seen_in_zeros_is_seen_when_weights_are_loaded(give: Any) -> None:
     module = oracle.build("llama")
     trained = copy.deepcopy(module.state_dict())
     with torch.no_grad():
@@ -394,7 +417,7 @@ def test_what_could_not_be_seen_in_zeros_is_seen_when_weights_are_loaded() -> No
             part.mlp.down_proj.weight.zero_()
     model = TransformerModel(module)
     without = set(model.sites)
-    module.load_state_dict(trained)
+    give(module, trained)
     fresh = TransformerModel(module)
     assert list(model.sites) == list(fresh.sites)
     assert without < set(fresh.sites)  # nothing was added to the stream
@@ -402,6 +425,57 @@ def test_what_could_not_be_seen_in_zeros_is_seen_when_weights_are_loaded() -> No
         model.run_with_cache(TOKENS)[1]["resid_mid", 1],
         fresh.run_with_cache(TOKENS)[1]["resid_mid", 1],
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "a list": lambda m: setattr(m.config, "layer_types", ["sliding_attention"] * 3),
+        "an entry of a list": lambda m: m.config.layer_types.__setitem__(1, "sliding_attention"),
+        "a function": lambda m: setattr(m.lm_head, "after", torch.tanh),
+        "another function": lambda m: setattr(m.model.norm, "after", torch.tanh),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_a_trial_showed_rests_on_lists_and_functions_too(change: Any) -> None:
+    module = oracle.build("llama")
+    module.config.layer_types, module.model.norm.after = ["full_attention"] * 3, torch.relu
+    before = Conditions(module)
+    assert before.hold()
+    module(input_ids=TOKENS)
+    assert before.hold()
+    change[1](module)
+    assert not before.hold()
+    assert Conditions(module).hold()
+
+
+def compiled(owner: Any, name: str) -> None:
+    """A part that runs compiled code, which does not look at hooks of torch that come later."""
+    setattr(owner, name, torch.compile(getattr(owner, name), backend="eager"))
+
+
+COMPILED: dict[str, Callable[[Any], None]] = {
+    "the module": lambda m: m.compile(backend="eager"),
+    "a block": lambda m: compiled(oracle.blocks(m), "1"),
+    "an MLP": lambda m: compiled(block(m), "mlp"),
+    "the unembedding": lambda m: compiled(m, "lm_head"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:Dynamo")
+@pytest.mark.parametrize("part", COMPILED)
+def test_parts_that_run_compiled_code_are_looked_into_as_before(part: str) -> None:
+    torch._dynamo.reset()
+    model = used("llama")
+    wanted, sites = swept_by_hand(model.module), list(model.sites)
+    COMPILED[part](model.module)
+    bare = model.module(input_ids=TOKENS).logits
+    for looked in (model, TransformerModel(model.module)):
+        assert list(looked.sites) == sites
+        assert float((swept(looked) - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+        assert torch.equal(model.module(input_ids=TOKENS).logits, bare)
+    torch._dynamo.reset()
 
 
 def test_inputs_that_one_gave_to_the_probe_are_used_again() -> None:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import interpose as ip
-from interpose.sites.axes import first_position, key_axis, position_axis, sequence_of
+from interpose.sites.axes import (
+    first_position,
+    key_axis,
+    position_axis,
+    sequence_of,
+    told_by_size,
+)
 from interpose.taps.context import Whereabouts
 from tests.models import tiny
 
@@ -24,7 +30,7 @@ BOUND = 512 * torch.finfo(torch.float32).eps
 """Sums of some hundred float32 numbers, in another order, through a few layers."""
 
 STATES = ["mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"]
-CACHES = ["gpt2", "llama", "mistral", "gemma2", "jamba", "minimax"]
+CACHES = ["gpt2", "llama", "mistral", "gemma2", "jamba", "minimax", "deepseek_v3"]
 POST = "blocks.1.hook_resid_post"
 
 
@@ -57,7 +63,8 @@ def whole(model: Any, tokens: Tensor, names: Any, hooks: Any = (), **given: Tens
 @pytest.mark.parametrize("kind", STATES + CACHES)
 def test_what_is_recorded_is_what_one_forward_over_the_text_has(kind: str) -> None:
     model, ids = built(kind)
-    kinds = ("resid_post", "mixer_out", "rot_k", "attn.hook_k", "attn_scores", "pattern", "z")
+    kinds = ("resid_post", "mixer_out", "rot_k", "attn.hook_k", "hook_v", "attn_scores", "pattern")
+    kinds += ("z",)
     names = [name for name in model.sites if name.endswith(kinds)]
     with model.record(names) as cache:
         tokens = model.generate(ids, **OPTIONS)
@@ -164,11 +171,22 @@ def test_edits_count_positions_as_in_one_forward_over_the_text(kind: str) -> Non
         assert off(cache[POST], expected) < BOUND, said
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "gemma2"])
-def test_edits_of_keys_count_keys(kind: str) -> None:
-    """The window of a sliding cache begins later than the text; the pass, later than the window."""
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [
+        *((kind, "rot_k") for kind in ("gpt2", "llama", "mistral", "gemma2", "deepseek_v3")),
+        ("llama", "k"),
+        ("deepseek_v3", "k"),
+        ("deepseek_v3", "v"),
+    ],
+)
+def test_edits_of_keys_count_keys(kind: str, of: str) -> None:
+    """The window of a sliding cache begins later than the text; the pass, later than the window.
+
+    Latent attention makes the keys and values of all positions in every pass.
+    """
     model, ids = built(kind)
-    name, factor = "blocks.0.attn.hook_rot_k", 3.0
+    name, factor = f"blocks.0.attn.hook_{of}", 3.0
     for pos in ([2, 5], -1, [6, 8]):
         edit = ip.scale(name, factor, pos=pos)
         with model.record([name, POST], hooks=[edit]) as cache:
@@ -254,6 +272,32 @@ def test_the_prompt_of_a_decoder_is_what_it_begins_with(kind: str) -> None:
         with model.hooks([(name, lambda value, hook: seen.append((hook.offset, hook.prompt)))]):
             model.generate(given | more, decoder_start_token_id=1, max_new_tokens=3, **GREEDY)
     assert seen == [(0, 1), (1, 1), (2, 1), (0, 3), (3, 3), (4, 3)]
+
+
+def test_an_encoder_that_generate_calls_by_itself_counts_calls_and_knows_its_padding() -> None:
+    """In T5Gemma one dropout follows attention and MLP alike: what the MLP adds is its second call."""
+    module = tiny.build("t5gemma", "encoder_decoder")
+    model: Any = ip.wrap(module)
+    ids = tiny.inputs(module)["input_ids"]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given["attention_mask"][0, -2:] = 0
+    name, masks = "encoder.blocks.0.hook_mlp_out", []
+    assert model.sites[name].tail.call == 1
+    edit = ip.scale(name, 3.0, pos=2)
+
+    def look(value: Tensor, hook: ip.HookPoint) -> None:
+        masks.append(hook.given.get("attention_mask"))
+
+    with model.record(name, hooks=[edit, (name, look)]) as cache:
+        tokens = model.generate(given, decoder_start_token_id=3, max_new_tokens=3, **GREEDY)
+    with torch.no_grad():
+        more = {"decoder_input_ids": tokens[:, :-1]}
+        _, expected = model.run_with_cache(given | more, names_filter=name, hooks=[edit])
+        _, plain = model.run_with_cache(given | more, names_filter=name)
+    assert off(cache[name], expected[name]) < BOUND
+    assert off(cache[name], plain[name]) > 0.01
+    assert len(masks) == 1
+    assert torch.equal(masks[0], given["attention_mask"])
 
 
 # Speculative decoding.
@@ -594,6 +638,11 @@ def test_every_axis_of_positions_says_what_it_counts() -> None:
     assert first_position("keys", 20, offset=7, length=1) == 0
     assert first_position("queries", 1, offset=3, length=4, last=True) == 6
     assert first_position("encoder", 9, offset=7, length=1) == 0
+    assert told_by_size("queries", 1, offset=7, length=1) == "queries"
+    assert told_by_size("queries", 8, offset=7, length=1) == "keys"
+    assert told_by_size("queries", 8, offset=0, length=5) == "queries"  # images stand before a text
+    assert told_by_size("queries", 8, offset=7, length=None) == "queries"
+    assert told_by_size("encoder", 8, offset=7, length=1) == "encoder"
 
 
 @pytest.mark.parametrize(

@@ -195,11 +195,7 @@ class CaptureRun(Scope):
 
         return keep
 
-    def run(
-        self,
-        call: Callable[[], Any],
-        backward: Callable[[Any], Any] | bool = False,
-    ) -> Any:
+    def run(self, call: Callable[[], Any], backward: Callable[[Any], Any] | bool = False) -> Any:
         """Call the model inside the scope; None if it stopped early."""
         output = None
         try:

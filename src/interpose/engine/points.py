@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from interpose.engine.hooks import Hook
 from interpose.errors import SiteNotFound, Unsupported
-from interpose.sites.axes import TEXT, first_position, position_axis, sequence_of
+from interpose.sites.axes import TEXT, first_position, position_axis, sequence_of, told_by_size
 from interpose.taps.context import Whereabouts
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class HookPoint:
         if sequence not in TEXT:
             return Window(0, size, 0, size, sequence)
         offset, length = self.offset, self.where.length
+        sequence = told_by_size(sequence, size, offset, length)
         if sequence == "keys" and "query" in self.axes:
             length = shape[self.axes.index("query")]
         cut = self.canonical.startswith("unembed.")  # often only the last logits are computed

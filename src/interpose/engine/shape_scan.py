@@ -15,7 +15,7 @@ from interpose.engine.hooks import Engine
 from interpose.engine.listeners import Capturing
 from interpose.engine.scope import Binding, Scope
 from interpose.sites.grammar import OUTPUT, Tail
-from interpose.taps import values
+from interpose.taps import eager, values
 
 if TYPE_CHECKING:
     from interpose.engine.model import Model
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Put everything a forward pass may change back: random states, buffers, attributes, train and eval mode."""
+    """Put everything a forward pass may change back: random states, buffers, attributes, train and eval mode.
+
+    In it compiled modules run eagerly, so that hooks of torch are heard.
+    """
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     parts = [p for p in module.modules() if not isinstance(p, torch.jit.ScriptModule)]
-    attributes = [(part, dict(vars(part))) for part in parts]
+    attributes = [(part, dict(vars(part)), part.training) for part in parts]
     # Also what their dictionaries hold: buffers, and hooks that a model puts on itself.
     registries = [
         (registry, dict(registry))
@@ -40,19 +43,21 @@ def untouched(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
+        eager.hold()
         try:
             yield
         finally:
+            eager.release()
             if versions == [p._version for p in module.parameters()]:
-                for part, before in attributes:
+                for part, before, _ in attributes:
                     vars(part).clear()
                     vars(part).update(before)
                 for registry, contents in registries:
                     registry.clear()
                     registry.update(contents)
-            for part, before in attributes:
+            for part, _, training in attributes:
                 # A model that changed its own weights (rwkv in its first call) keeps its note of it.
-                part.training = before["training"]
+                part.training = training
             with torch.no_grad():
                 for buffer, copy in buffers:
                     if not torch.equal(buffer, copy):

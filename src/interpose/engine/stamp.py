@@ -73,10 +73,10 @@ class Stamp:
 
 
 def _looks(module: nn.Module) -> list[Any]:
-    """A module's own forward, and the kind of each of its parameters."""
+    """A module's class, parts and own forward, and the kind of each of its parameters."""
     looks = [p if p is None else _LOOK(p) for p in module._parameters.values()]
-    own = vars(module).get("forward")
-    return [own if own is None else _without_bypass(own), *looks]
+    forward = _without_bypass(vars(module).get("forward"))
+    return [type(module), len(module._modules), forward, *looks]
 
 
 def _without_bypass(forward: Any) -> Any:

@@ -47,7 +47,7 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
         path: of the file.
         most: how many bytes it may have; None for any number.
     """
-    return _regular(path, most).read_bytes()
+    return regular_file(path, most).read_bytes()
 
 
 def parse_json(text: str, kind: Kind | None = None, source: str = "this text") -> Any:
@@ -82,7 +82,7 @@ def read_tensors(
     """
     from safetensors import safe_open
 
-    file = _regular(path, None)
+    file = regular_file(path)
     with (
         _refused(f"{str(path)!r} is not {what}"),
         safe_open(file, framework="pt", device=str(device)) as opened,
@@ -141,8 +141,13 @@ def read_shared(
     return {name: tensors[kept] for name, kept in about["same"].items()}, about
 
 
-def _regular(path: str | Path, most: int | None) -> Path:
-    """A file that can be read to its end."""
+def regular_file(path: str | Path, most: int | None = None) -> Path:
+    """A file that can be read to its end.
+
+    Args:
+        path: of the file.
+        most: how many bytes it may have; None for any number.
+    """
     file = Path(path)
     try:
         there = file.stat()

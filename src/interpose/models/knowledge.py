@@ -7,7 +7,7 @@ nothing before them) rests on more: flags of modules and configs, hooks of other
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import call, is_
 from typing import Any, TypeVar
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from interpose.engine.model import Model
+from interpose.taps import values
 from interpose.taps.tap import Tap
 
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-_MODES = ("training",)  # trials run in eval mode, whatever the mode is
+_NOT_FLAGS = (
+    "training",  # trials run in eval mode, whatever the mode is
+    "forward",  # the engine's stamp compares it
+    "_compiled_call_impl",  # hooked runs are eager
+)
 
 
 def known(model: Model, key: Any, find_out: Callable[[], T], *, tried: bool = True) -> T:
@@ -49,6 +54,7 @@ class Conditions:
         tensors = [*root.parameters(), *root.buffers()]
         self._root = weak(root)
         self._flags = list(_flags(root))
+        self._functions = list(map(weak, _functions(root)))
         self._versions = list(map(_version, tensors))
         self._tensors = list(map(weak, tensors))
         self._hooks = list(map(weak, foreign_hooks(root)))
@@ -64,6 +70,7 @@ class Conditions:
             and list(map(_version, tensors)) == self._versions
             and _same(self._hooks, foreign_hooks(root))
             and list(_flags(root)) == self._flags
+            and _same(self._functions, _functions(root))
         )
 
 
@@ -99,9 +106,11 @@ def home_of(hook: Any) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
-def _version(tensor: Tensor) -> tuple[int, torch.dtype]:
-    """Changes when a tensor is written to, or given numbers of another kind."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.dtype
+def _version(tensor: Tensor) -> tuple[int, torch.dtype, int]:
+    """Changes when a tensor is written to, or given other numbers, or numbers of another kind."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) and values.is_plain(tensor)
+    place = tensor.data_ptr() if ordinary else 0
+    return -1 if tensor.is_inference() else tensor._version, tensor.dtype, place
 
 
 def _flags(root: nn.Module) -> Iterator[dict[str, Any]]:
@@ -116,9 +125,24 @@ def _flags(root: nn.Module) -> Iterator[dict[str, Any]]:
         yield _plain(getattr(config, "__dict__", {}))
 
 
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, _PLAIN) and name not in _MODES
-    }
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers, texts and lists of them, each by its name."""
+    found: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if name in _NOT_FLAGS:
+            continue
+        if isinstance(value, _PLAIN):
+            found[name] = value
+        elif isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value):
+            found[name] = tuple(value)  # as it is now
+    return found
+
+
+def _functions(root: nn.Module) -> list[Callable[..., Any]]:
+    """Functions that modules hold as attributes."""
+    return [
+        value
+        for module in root.modules()
+        for name, value in vars(module).items()
+        if callable(value) and name not in _NOT_FLAGS and not isinstance(value, type)
+    ]

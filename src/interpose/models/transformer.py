@@ -129,8 +129,8 @@ class TransformerModel(Text, Forward, Weights, Model):
     whereabouts = generation.whereabouts
 
     def beginnings(self) -> list[Site]:
-        """Where forward passes begin: at the root, and at parts of it that generate text by themselves."""
-        parts = generation.parts_that_generate(self)
+        """Where forward passes begin: at the root, and at parts of it that are called by themselves."""
+        parts = generation.parts_run_alone(self)
         return [*super().beginnings(), *(self.tree.place(path, part) for path, part in parts)]
 
     def kept_of(self, text: Any) -> int | None:

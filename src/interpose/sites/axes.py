@@ -47,6 +47,20 @@ def key_axis(axes: tuple[str, ...]) -> int | None:
     return next((at for at, name in enumerate(axes) if name in ("key", "encoder_pos")), None)
 
 
+def told_by_size(sequence: str | None, size: int, offset: int, length: int | None) -> str | None:
+    """What an axis counts in a pass that goes on from a cache: keys, if it has more entries than the pass has tokens.
+
+    Latent attention keeps what keys and values are made of, and makes those of all positions in every pass.
+
+    Args:
+        sequence: what it counts in a pass over a whole text.
+        size: how many entries it has.
+        offset: the position of the forward pass's first token.
+        length: how many tokens the pass has, if that is known.
+    """
+    return "keys" if sequence == "queries" and offset and size > (length or size) else sequence
+
+
 def first_position(
     sequence: str | None, size: int, offset: int, length: int | None, *, last: bool = False
 ) -> int:

@@ -7,7 +7,7 @@ every name; names are given without it, and accepted with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
@@ -91,6 +91,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.offered: Mapping[str, Site] = {}  # by others, such as the latents of an autoencoder
         self._known: dict[str, Site] = {}
         self._first: dict[int, str] = {}
         self._others: dict[str, list[str]] = {}
@@ -146,7 +147,7 @@ class ModuleTree:
 
     def site(self, name: str) -> Site:
         """The site a name means. Child modules win over ``input`` and ``output``."""
-        known = self._known.get(name)
+        known = self.offered.get(name) or self._known.get(name)
         if known is not None:
             return known
         module, stem, rest = self.walk(name)
@@ -243,9 +244,8 @@ class ModuleTree:
                 return [(self.site(wanted), True)]
             return [(site, False) for site in self._glob(wanted)]
         if isinstance(wanted, re.Pattern):
-            return [
-                (site, False) for site in self._matching(lambda n: bool(wanted.search(n)), wanted)
-            ]
+            found_by = self._matching(lambda n: bool(wanted.search(n)), wanted)
+            return [(site, False) for site in found_by]
         if callable(wanted):
             return [(site, False) for site in self._matching(wanted, wanted)]
         if isinstance(wanted, Iterable):
@@ -272,25 +272,26 @@ class ModuleTree:
         return Site(name=name, canonical=name, stem=path, path=path, tail=tail, module=module)
 
     def _glob(self, pattern: str) -> list[Site]:
-        regex = compile_glob(pattern)
-        hits = [(path, module) for path, module in self.modules() if path and regex.fullmatch(path)]
-        if hits:
-            return [self.place(path, module) for path, module in hits]
+        fits = compile_glob(pattern).fullmatch
+        found = [self.place(path, m) for path, m in self.modules() if path and fits(path)]
+        found += [site for name, site in self.offered.items() if fits(name)]
+        if found:
+            return found
         if pattern in ("input.*", "output.*"):  # all that the model itself takes, or returns
             return [self.site(pattern[:-2])]
         # No module is called so: the end may be `.input`, `#1`, `.output[0]`.
         cut = re.search(r"#[0-9]|\[|\.(?:input|output)(?=[.\[]|\Z)", pattern)
         tail = None if cut is None else parse_tail(pattern[cut.start() :])
         if tail is not None and cut is not None:
-            regex = compile_glob(pattern[: cut.start()])
-            hits = [(p, m) for p, m in self.modules() if p and regex.fullmatch(p)]
-        if not hits or tail is None:
+            fits = compile_glob(pattern[: cut.start()]).fullmatch
+            hits = [(p, m) for p, m in self.modules() if p and fits(p)]
+        if tail is None or not hits:
             raise NothingMatched(explain_nothing(self, pattern))
         return [self.place(path, module, tail) for path, module in hits]
 
     def _matching(self, accepts: Callable[[str], bool], asked: object) -> list[Site]:
         outputs = [self.place(path, module) for path, module in self.modules()]
-        hits = [site for site in outputs if accepts(site.name)]
+        hits = [site for site in (*outputs, *self.offered.values()) if accepts(site.name)]
         if hits:
             return hits
         # Inputs repeat what came before them, so a filter reaches them only if it accepts no

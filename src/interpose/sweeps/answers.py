@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from interpose.taps import bypass
+from interpose.taps import bypass, eager
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
@@ -74,10 +74,12 @@ def only(
     if tokens is not None:
         weight, bias = weight[tokens], None if bias is None else bias[tokens]
     columns = Columns(threading.get_ident(), weight, bias, kept, finer and tokens is not None)
+    eager.hold()
     bypass.bypass(module, columns)
     try:
         yield columns
     finally:
+        eager.release()
         bypass.unbypass(module, columns)
 
 

@@ -185,10 +185,12 @@ class Axes:
                 f"it is {list(found.shapes[what])} for {tower.rows[0]} x {tower.places[0]}, and which "
                 "axis counts what cannot be told"
             )
+        slots = {}
         if not tower.is_text:
             slots = {"pos": tower.names[1], "query": "query_slot", "key": "key_slot"}
-            return tuple(slots.get(name, name) for name in names)
-        return names
+        elif found.name == "attn" and shape[3 if what == "scores" else 2] != tower.places[0]:
+            slots = {"key": "key_slot"}  # summaries of several tokens stand among them
+        return tuple(slots.get(name, name) for name in names)
 
     def _sizes(self, endpoint: Endpoint) -> list[Counts]:
         """The sizes of a value's axes before its features, in each run; in the first if it is not in all."""

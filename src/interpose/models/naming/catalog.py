@@ -19,7 +19,7 @@ class SemanticSites(Sites):
     def _all(self) -> Iterator[Site]:
         chosen = self._chosen
         if chosen is None:
-            chosen = list(self._tree.table.sites.values())
+            chosen = [site for _, site in self._tree.everything()]
         for site in chosen:
             yield self._informed(site)
 

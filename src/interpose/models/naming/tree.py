@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -24,12 +25,12 @@ class SemanticTree(ModuleTree):
     """A module tree whose sites also have the names of what they mean. Discovery waits until one is asked for."""
 
     def __init__(self, root: nn.Module, discover: Callable[[], Table]) -> None:
-        super().__init__(root)
-        self._discover = discover
-        self._table: Table | None = None
         self._speller: Speller | None = None
         self._asked: dict[str, Site] = {}
         self._selected: dict[str, list[tuple[Site, bool]]] = {}
+        super().__init__(root)
+        self._discover = discover
+        self._table: Table | None = None
         self._meanings: dict[str, str] = {}
 
     @property
@@ -41,7 +42,7 @@ class SemanticTree(ModuleTree):
 
     def site(self, name: str) -> Site:
         """The site a name means, by any system's word for it."""
-        asked = self._asked.get(name)
+        asked = self.offered.get(name) or self._asked.get(name)
         if asked is not None:
             return asked
         if not names.looks_semantic(name) and self.leads_somewhere(name):
@@ -62,7 +63,7 @@ class SemanticTree(ModuleTree):
         if mark and not call.isdigit():
             return None
         key = self._key(stem)
-        found = self.table.sites.get(key)
+        found = self.table.sites.get(key) or self.offered.get(key)
         if found is None:
             return None
         tail = Tail(int(call), found.tail.port, found.tail.leaf) if mark else found.tail
@@ -81,7 +82,7 @@ class SemanticTree(ModuleTree):
     def _spell(self) -> Speller:
         if self._speller is None:
             primary = {name: site.primary for name, site in self.table.sites.items()}
-            self._speller = Speller(primary, dict(self.table.absent))
+            self._speller = Speller(primary, dict(self.table.absent), tuple(self.offered))
         return self._speller
 
     def _key(self, name: str) -> str:
@@ -105,6 +106,24 @@ class SemanticTree(ModuleTree):
         self._asked.clear()
         self._selected.clear()
 
+    @property
+    def offered(self) -> Mapping[str, Site]:
+        """Sites that others make, by canonical name."""
+        return self._offered
+
+    @offered.setter
+    def offered(self, sites: Mapping[str, Site]) -> None:
+        self._offered = (
+            sites  # what was found by name so far may be more or less than what there is now
+        )
+        self._speller = None
+        self._asked = {}
+        self._selected = {}
+
+    def everything(self) -> Iterator[tuple[str, Site]]:
+        """All sites by canonical name: those that discovery found, and those that others offer."""
+        return chain(self.table.sites.items(), self.offered.items())
+
     def withdraw(self, name: str, reason: str) -> None:
         """Offer a site no more."""
         self.table.sites.pop(name, None)
@@ -121,7 +140,7 @@ class SemanticTree(ModuleTree):
         """Whether a name is one of a site."""
         if names.looks_semantic(name):
             return self._semantic(name) is not None
-        return super().leads_somewhere(name)
+        return name in self.offered or super().leads_somewhere(name)
 
     def select(self, wanted: object) -> list[tuple[Site, bool]]:
         """Sites that a filter means; patterns and callables range over canonical names."""
@@ -152,6 +171,8 @@ class SemanticTree(ModuleTree):
     def _select_name(self, asked: str) -> list[tuple[Site, bool]]:
         name = asked
         if not is_glob(name):
+            if len(mine := self._spell.ending(name) if self.offered else []) > 1:
+                return [(self.offered[one], False) for one in mine]
             kind = name.removeprefix("hook_")
             if kind in names.kinds() and not super().leads_somewhere(name):
                 main = "" if self.blocks() else "decoder."
@@ -162,7 +183,7 @@ class SemanticTree(ModuleTree):
                     self._selected[name] = found
                 return found
         regex = compile_glob(names.canonical(name))
-        hits = [(s, False) for key, s in self.table.sites.items() if regex.fullmatch(key)]
+        hits = [(s, False) for key, s in self.everything() if regex.fullmatch(key)]
         if hits:
             self._selected[asked] = hits
             return hits
@@ -173,7 +194,7 @@ class SemanticTree(ModuleTree):
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
         if not self.table.sites:
             return super().select(asked)
-        hits = [site for name, site in self.table.sites.items() if accepts(name)]
+        hits = [site for name, site in self.everything() if accepts(name)]
         if not hits:
             raise NothingMatched(self._nothing(f"the filter {getattr(asked, '__name__', asked)!r}"))
         return [(site, False) for site in hits]
@@ -207,7 +228,7 @@ class SemanticTree(ModuleTree):
         if children and all(child.isdigit() for child in children):
             some = f"{len(children)} entries (0..{len(children) - 1})"
         where = repr(here) if here else self.label
-        near = nearest(key, self.table.sites, 0.5)
+        near = nearest(key, [name for name, _ in self.everything()], 0.5)
         hint = f"did you mean {near!r}?" if near else "no name is close to it."
         return (
             f"no site {shown(name, LONG)} in {self.label}.\n  {where} has: {some}\n  {hint}   "
@@ -217,6 +238,6 @@ class SemanticTree(ModuleTree):
     def _children(self, path: str) -> list[str]:
         start = f"{path}." if path else ""
         found = {
-            n[len(start) :].split(".")[0]: None for n in self.table.sites if n.startswith(start)
+            n[len(start) :].split(".")[0]: None for n, _ in self.everything() if n.startswith(start)
         }
         return list(found)

@@ -114,14 +114,23 @@ def held(cache: Any) -> int | None:
         return None if cache.has_previous_state() else 0
 
 
-def parts_that_generate(model: TransformerModel) -> list[tuple[str, nn.Module]]:
-    """The parts of a model to which its `generate` hands the work: what an adapter adapts, BLIP-2's text model."""
+def parts_run_alone(model: TransformerModel) -> list[tuple[str, nn.Module]]:
+    """The parts of a model that `generate` calls by themselves.
+
+    What it hands the work to (what an adapter adapts, BLIP-2's text model), and an encoder, which reads once.
+    """
     root: Any = model.root
     own = getattr(type(root), "generate", None)
-    if own is None or own.__module__.startswith("transformers.generation."):
+    hands_on = own is not None and not own.__module__.startswith("transformers.generation.")
+    reads = root.get_encoder() if encodes(model) and hasattr(root, "get_encoder") else None
+    if not hands_on and reads is None:
         return []
-    parts = [(path, part) for path, part in model.tree.modules() if part is not root]
-    return [pair for pair in parts if hasattr(type(pair[1]), "prepare_inputs_for_generation")]
+    return [
+        (path, part)
+        for path, part in model.tree.modules()
+        if part is not root
+        and (part is reads or (hands_on and hasattr(type(part), "prepare_inputs_for_generation")))
+    ]
 
 
 def _cache(arguments: Mapping[str, Any]) -> Any:

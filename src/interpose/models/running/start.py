@@ -288,6 +288,8 @@ class Passed:
     def listening(self) -> Iterator[None]:
         """A ``with`` block around one forward pass."""
         with ExitStack() as stack:
+            eager.hold()
+            stack.callback(eager.release)
             for number, block in enumerate(self.tower.blocks):
                 # First of all, as runs begin there: what torch's own hooks do comes after.
                 handle = block.module.register_forward_pre_hook(

@@ -1,0 +1,1 @@
+"""Sparse autoencoders: what they compute, how they stand in a model, how they are trained, and their files."""
