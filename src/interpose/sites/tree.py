@@ -167,15 +167,13 @@ class ModuleTree:
         self._known, self._first, self._others = {}, {}, {}
 
     def _first_name(self, path: str, module: nn.Module) -> str:
-        first = self._first.get(id(module))
-        if first is None:
+        if id(module) not in self._first:
             self._first, self._others = {}, {}
             for name, found in self.all_names():
                 known = self._first.setdefault(id(found), name)
                 if known != name:
                     self._others.setdefault(known, []).append(name)
-            first = self._first.get(id(module), path)
-        return first
+        return self._first.get(id(module), path)
 
     @property
     def shares_modules(self) -> bool:

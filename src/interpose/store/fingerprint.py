@@ -12,7 +12,7 @@ from torch import Tensor
 from interpose.models.transformer import TransformerModel
 from interpose.store.records import ModelAbout
 
-_AT_ONCE = 2**24
+_AT_ONCE = 2**18
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 """An odd number without a pattern, as a signed one of 64 bits."""
 
@@ -53,19 +53,26 @@ def of_weights(module: torch.nn.Module) -> str:
 
 
 def _sum(tensor: Tensor) -> int:
-    """A sum of a tensor's bits, each weighted by its place, modulo 2**64."""
-    whole = getattr(tensor, "full_tensor", None)
-    flat = (whole() if whole is not None else tensor).detach().contiguous().reshape(-1)
-    bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for number, part in enumerate(bits.split(_AT_ONCE)):
-        place = torch.arange(number * _AT_ONCE, number * _AT_ONCE + len(part), device=bits.device)
-        mixed = (place * _ODD).bitwise_xor_(place << 7) | 1
-        total += (mixed * (part.long() + 1)).sum()
+    """A sum of a tensor's bits, eight bytes at a time, each weighted by its place, modulo 2**64."""
+    whole = getattr(tensor, "full_tensor", None)  # of one that is spread over processes
+    content = (
+        (whole() if whole is not None else tensor)
+        .detach()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
+    even = len(content) // 8 * 8
+    place = torch.arange(1, min(_AT_ONCE, even // 8) + 1, device=content.device)
+    weights = ((place * _ODD) ^ (place << 7)) | 1
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    # A view of eight bytes as one number begins where such numbers do; a copy always does.
+    start = content if content.data_ptr() % 8 == 0 else content.clone()
+    for part in start[:even].view(torch.int64).split(_AT_ONCE) if even else ():
+        total = total * _ODD + (part * weights[: len(part)]).sum()
+    for byte in content[even:].tolist():
+        total = total * _ODD + byte
     return int(total)
-
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_tokenizer(model: TransformerModel) -> str | None:

@@ -41,7 +41,7 @@ from interpose.store.records import (
     commit_name,
 )
 from interpose.store.rows import row_length, texts_of, tokens_a_text
-from interpose.store.sources import Shard, Source
+from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
 from interpose.taps.context import current
@@ -178,7 +178,8 @@ class Harvest:
     def shards(self) -> Iterator[Shard]:
         """Those that are not committed yet, of this part of the work."""
         mine, of = self.part
-        done = {number: commit.resume for number, commit in open_store(self.folder).commits.items()}
+        commits = open_store(self.folder).commits
+        done = {n: Done(commit.resume, commit.digest) for n, commit in commits.items()}
         for shard in self.source.shards(self.about.plan.texts, done):
             if shard.number % of == mine and not self.is_done(shard):
                 yield shard

@@ -106,6 +106,7 @@ class PooledBatches(Iterator[ActivationBatch]):
             start = self._batch * self.batch_size
             if start < len(self._order):
                 self._batch += 1
+                self._empty = False
                 return self._now.some(self._order[start : start + self.batch_size])
             self._now, self._batch = None, 0
             self._number += 1
@@ -119,7 +120,6 @@ class PooledBatches(Iterator[ActivationBatch]):
                 if self._number % self._part[1] == self._part[0]:
                     self._state, self._left_out_before = found.state, self.left_out
                     self._now, self._order = found, self._mixed(found)
-                    self._empty = False
                     return
                 self._number += 1
             if self._empty:

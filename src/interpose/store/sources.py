@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -42,6 +42,13 @@ class Shard:
     resume: Any = None
 
 
+class Done(NamedTuple):
+    """What is known of a shard that was done: what `Shard.resume` was, and the hash of its texts."""
+
+    resume: Any = None
+    digest: str | None = None
+
+
 class Source(Protocol):
     """Texts in a fixed order."""
 
@@ -53,12 +60,12 @@ class Source(Protocol):
     def peek(self, count: int) -> list[Item]:
         """The first of them."""
 
-    def shards(self, size: int, done: Mapping[int, Any]) -> Iterator[Shard]:
+    def shards(self, size: int, done: Mapping[int, Done]) -> Iterator[Shard]:
         """Those that are not done yet.
 
         Args:
             size: how many texts a shard has.
-            done: what is done, by number, with what `Shard.resume` was; those before it have to be done, too.
+            done: what is done, by number.
         """
 
 
@@ -77,7 +84,7 @@ class Indexed:
         assert self.count is not None
         return list(self._take(0, min(count, self.count)))
 
-    def shards(self, size: int, done: Mapping[int, Any]) -> Iterator[Shard]:
+    def shards(self, size: int, done: Mapping[int, Done]) -> Iterator[Shard]:
         """Those that are not done yet."""
         assert self.count is not None
         for number, first in enumerate(range(0, self.count, size)):
@@ -99,7 +106,8 @@ class Streamed:
     def __init__(self, items: Any, text: Callable[[Any], Item]) -> None:
         self.count: int | None = None
         self._items, self._text = items, text
-        self._head: deque[Item] = deque()
+        self._head: deque[tuple[Item, Any]] = deque()
+        self._at: Any = None
         self._rest: Iterator[Any] | None = None
 
     def fingerprint(self) -> str | None:
@@ -110,28 +118,31 @@ class Streamed:
         """The first of them, which are kept for the harvest."""
         if self._rest is None:
             self._rest = iter(self._items)
-        self._head += map(self._text, islice(self._rest, max(0, count - len(self._head))))
-        return list(islice(self._head, count))
+        for item in islice(self._rest, max(0, count - len(self._head))):
+            self._head.append((self._text(item), self._state()))
+        return [item for item, _ in islice(self._head, count)]
 
-    def shards(self, size: int, done: Mapping[int, Any]) -> Iterator[Shard]:
+    def shards(self, size: int, done: Mapping[int, Done]) -> Iterator[Shard]:
         """Those that are not done yet."""
         number = 0
         while number in done:
             number += 1
-        state = done[number - 1] if number else None
+        state = done[number - 1].resume if number else None
         rest: Iterator[Item]
         if state is not None and hasattr(self._items, "load_state_dict"):
             self._items.load_state_dict(state)
-            rest = map(self._text, iter(self._items))
+            rest = self._all(iter(self._items))
         else:
             number = 0
             stream = iter(self._items) if self._rest is None else self._rest
             self._rest = None
-            rest = self._all(map(self._text, stream))
+            rest = self._all(stream)
         items = list(islice(rest, size))
         while items:
-            resume, more = self._state(), list(islice(rest, 1))
-            if number not in done:
+            resume, more = self._at, list(islice(rest, 1))
+            if number in done:
+                _must_be(items, done[number].digest, number)
+            else:
                 yield Shard(
                     number=number,
                     first=number * size,
@@ -142,14 +153,17 @@ class Streamed:
             items = more + list(islice(rest, size - 1)) if more else []
             number += 1
 
-    def _all(self, rest: Iterator[Item]) -> Iterator[Item]:
+    def _all(self, rest: Iterator[Any]) -> Iterator[Item]:
         while self._head:
-            yield self._head.popleft()
-        yield from rest
+            item, self._at = self._head.popleft()
+            yield item
+        for one in rest:
+            self._at = self._state()
+            yield self._text(one)
 
     def _state(self) -> Any:
         """Where it is, if it says that in a form that JSON has."""
-        if not hasattr(self._items, "state_dict") or self._head:
+        if not hasattr(self._items, "state_dict"):
             return None
         state = self._items.state_dict()
         try:
@@ -185,6 +199,15 @@ def source_of(
     raise TypeError(
         f"texts are a text, several, tokens, a file, a data set or an iterator; got {type(texts).__name__}."
     )
+
+
+def _must_be(items: Sequence[Item], known: str | None, number: int) -> None:
+    """Refuse texts that are not those that were done, as far as that is known."""
+    if known is not None and digest(items) != known:
+        raise FileError(
+            f"shard {number} was made of other texts: the iterator must give the same ones, in the same order, as when "
+            "the store was begun. Give another folder for these."
+        )
 
 
 def digest(items: Sequence[Item]) -> str:

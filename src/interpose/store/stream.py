@@ -13,7 +13,7 @@ from interpose.models.transformer import TransformerModel
 from interpose.sites.tree import Filter
 from interpose.store.pools import POOL, Pool, PooledBatches
 from interpose.store.rows import Row, batches_of, row_length, rows_of, texts_of, tokens_a_text
-from interpose.store.sources import Shard, Source
+from interpose.store.sources import Done, Shard, Source
 from interpose.store.vectors import Positions, Vectors
 
 
@@ -114,7 +114,7 @@ class _LivePools:
 
     def of(self, epoch: int, state: Any, first: int) -> Iterator[Pool]:  # noqa: ARG002 - all are the same
         """The pools from one on."""
-        done = dict.fromkeys(range(first)) | ({first - 1: state} if first else {})
+        done = dict.fromkeys(range(first), Done()) | ({first - 1: Done(state)} if first else {})
         for shard in self.source.shards(self.texts, done):
             yield self._pool(shard, state)
             state = shard.resume
