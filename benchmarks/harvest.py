@@ -62,7 +62,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def harvests(device: str, rows: int, length: int, batch: int, rounds: int) -> None:
+def harvests(device: str, rows: int, length: int, batch: int, rounds: int, only: str) -> None:
     module = large() if device == "cuda" else small()
     model = ip.wrap(module)
     layers = module.config.num_hidden_layers
@@ -89,7 +89,8 @@ def harvests(device: str, rows: int, length: int, batch: int, rounds: int) -> No
     if device == "cuda":
         calls["plain pinned copies of all layers"] = pinned_copies(layers, texts, batch)
         calls["all resid_post to pinned memory"] = all_pinned(model, layers, texts, batch)
-    found = interleaved(calls, rounds)
+    chosen = {name: call for name, call in calls.items() if name == "bare forward" or only in name}
+    found = interleaved(chosen, rounds)
     for name, seconds in found.items():
         rate, share = rows * length / seconds, found["bare forward"] / seconds
         print(f"{name:36} {seconds:8.3f} s {rate:12,.0f} tokens/s {share:7.3f}x of bare")
@@ -178,11 +179,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--only", default="", help="measure what has this word in its name")
     given = parser.parse_args()
     if given.device == "cuda":
-        harvests("cuda", 4 * given.rows, 512, 32, given.rounds)
+        harvests("cuda", 4 * given.rows, 512, 32, given.rounds, given.only)
     else:
-        harvests("cpu", given.rows, 128, 16, given.rounds)
+        harvests("cpu", given.rows, 128, 16, given.rounds, given.only)
     gathers(131_072, 1024, 20)
 
 

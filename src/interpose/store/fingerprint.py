@@ -12,7 +12,7 @@ from torch import Tensor
 from interpose.models.transformer import TransformerModel
 from interpose.store.records import ModelAbout
 
-_AT_ONCE = 2**18
+_AT_ONCE = 2**21
 _QUICK = 2**28
 """How many weights are compared on a CPU whenever a method takes a store."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64
