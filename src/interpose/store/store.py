@@ -230,7 +230,7 @@ class Store(Sequence[Cache]):
             at = addresses(segment, rows[mine] - self._rows[number], places[mine])
             if len(mine) == len(rows):
                 return segment.values(name, at)
-            found[mine] = segment.values(name, at)
+            found.index_copy_(0, mine, segment.values(name, at))
         return found
 
     def statistics(self, site: Any = None) -> ActivationStatistics:
