@@ -76,7 +76,7 @@ class Hook:
 
     def directions(self) -> tuple[str, ...]:
         """Which of ``fwd`` and ``bwd`` it takes part in."""
-        raise NotImplementedError
+        return ("fwd",)
 
     def must_fire(self, direction: str) -> bool:  # noqa: ARG002
         """Whether it is an error if it never runs in a direction; a guard may say no."""
@@ -234,10 +234,6 @@ class TorchHook(Hook):
         """The function's name and where it stands."""
         return _label_of(self.function)
 
-    def directions(self) -> tuple[str, ...]:
-        """Forward only."""
-        return ("fwd",)
-
 
 def torch_hook(
     function: Callable[..., Any], *, pre: bool = False, with_kwargs: bool | None = None
@@ -281,10 +277,6 @@ class skip(Hook):
     def label(self) -> str:
         """What errors call it."""
         return repr(self)
-
-    def directions(self) -> tuple[str, ...]:
-        """Forward only."""
-        return ("fwd",)
 
 
 def as_hook(item: object, direction: str = "fwd") -> Hook:
