@@ -324,7 +324,7 @@ class Store(Sequence[Cache]):
         state = "complete" if self.complete else "not complete"
         title = (
             f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
-            f"{self.about.model.name or self.about.model.kind} at {str(self.path)!r}"
+            f"{self.about.model.name or self.about.model.kind} in {self.path.name!r}"
         )
         return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
 
