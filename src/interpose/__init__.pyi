@@ -164,6 +164,7 @@ from interpose.detectors.collector import (
     load_collected as load_collected,
     save_collected as save_collected,
 )
+from interpose.detectors.store_log import StoreLog as StoreLog
 from interpose.detectors.top_activating import TopActivating as TopActivating
 
 # Sparse autoencoders

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from interpose.detectors.collector import Collector
+from interpose.detectors.texts import tokens_at
 from interpose.engine.points import HookPoint
-from interpose.errors import NothingMatched, SiteNotFound, Unsupported
+from interpose.errors import NothingMatched, SiteNotFound
 from interpose.explain.words import some
 from interpose.methods.best_places import (
     Found,
@@ -24,8 +25,6 @@ from interpose.methods.best_places import (
     words_of,
 )
 from interpose.methods.max_activating import EVIDENCE, MaxActivating, digest_of
-from interpose.models.batching import packed
-from interpose.models.running.masks import mask_at, side_of
 from interpose.sites.tree import Filter
 
 
@@ -95,10 +94,12 @@ class TopActivating(Collector):
 
     def read(self, value: Tensor, hook: HookPoint) -> None:
         """Merge a batch into the best places so far."""
-        tokens = self._tokens(value, hook)
-        mask = mask_at(hook, 1)
-        real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask != 0
-        real = real.to(tokens.device)
+        if value.ndim == 4 and value.shape[2] > 1 and hook.pos_axis == 1:
+            raise ValueError(
+                f"{self.id!r} looks at a vector at each position; {hook.name!r} is {list(hook.axes)}. "
+                "Say which head: ip.at('z', layer=3, head=0)."
+            )
+        tokens, real = tokens_at(self.id, value, hook)
         counted = real.clone()
         if self.skip_special:
             counted &= ~_special(tokens, hook.model)
@@ -129,38 +130,6 @@ class TopActivating(Collector):
         seen.forwards += 1
         counts = {"texts": seen.rows, "tokens": seen.tokens, "forwards": seen.forwards}
         self.metadata[hook.name] = counts
-
-    def _tokens(self, value: Tensor, hook: HookPoint) -> Tensor:
-        """The tokens that stand at the positions of a value."""
-        name, axes = hook.name, hook.axes
-        if (
-            hook.pos_axis != 1
-            or value.ndim not in (3, 4)
-            or (value.ndim == 4 and value.shape[2] > 1)
-        ):
-            head = "Say which head: ip.at('z', layer=3, head=0)." if value.ndim == 4 else ""
-            raise ValueError(
-                f"{self.id!r} looks at a vector at each position; {name!r} is {list(axes) or list(value.shape)}. "
-                f"{head or 'Choose another site.'}"
-            )
-        side = side_of(hook.sequence(1), hook)
-        tokens: Tensor | None = None if side is None else hook.given.get(f"{side}input_ids")
-        if tokens is None:
-            raise Unsupported(f"{self.id!r} needs the tokens, and this run has none at {name!r}.")
-        if hook.offset or hook.prompt is not None or packed._HERE.get() is not None:
-            raise Unsupported(
-                f"{self.id!r} reads whole texts, and this forward pass goes on from another, as in generating. "
-                "Generate first, then run the text that was made in one pass."
-            )
-        if hook.call and "#" not in name:
-            raise Unsupported(
-                f"{name!r} is computed several times in one forward pass; say which: '{name}#0'."
-            )
-        if tokens.shape != value.shape[:2]:
-            raise Unsupported(
-                f"{name!r} has values {list(value.shape)} for tokens {list(tokens.shape)}."
-            )
-        return tokens
 
     def _of(self, site: str | None) -> tuple[str, _Seen]:
         if not self._seen:

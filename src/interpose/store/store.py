@@ -258,7 +258,7 @@ class Store(Sequence[Cache]):
             at = addresses(segment, rows[mine] - self._rows[number], places[mine])
             if len(mine) == len(rows):
                 return segment.values(name, at)
-            found[mine] = segment.values(name, at)
+            found.index_copy_(0, mine, segment.values(name, at))
         return found
 
     def statistics(self, site: Any = None) -> ActivationStatistics:
@@ -352,7 +352,7 @@ class Store(Sequence[Cache]):
         state = "complete" if self.complete else "not complete"
         title = (
             f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
-            f"{self.about.model.name or self.about.model.kind} at {str(self.path)!r}"
+            f"{self.about.model.name or self.about.model.kind} in {self.path.name!r}"
         )
         return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
 
