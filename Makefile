@@ -17,7 +17,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@echo "Installing pytest, hypothesis, mypy and ruff into $(VENV): about 40 MB"
+	@echo "Installing pytest, hypothesis, mypy, ruff and Ray into $(VENV): about 120 MB"
 	@$(PIP) -q -e ".[dev]"
 	@touch $@
 
