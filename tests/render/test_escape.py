@@ -129,5 +129,7 @@ def test_there_is_one_escaping_function_for_each_medium() -> None:
     for path in package.rglob("*.py"):
         if path != package / "render" / "escape.py":
             code = path.read_text()
-            written = r"from html import|import html\b|csv\.(Dict)?[wW]riter|from csv import|saxutils"
+            written = (
+                r"from html import|import html\b|csv\.(Dict)?[wW]riter|from csv import|saxutils"
+            )
             assert not re.search(written, code), path
