@@ -236,8 +236,8 @@ def test_every_token_is_drawn_as_often_whatever_the_length_of_its_text(
 
     model, drawn = model_of(), []
 
-    def counted(model: Any, tokens: Tensor, maps: list[Tensor]) -> Tensor:
-        drawn.append(tuple(tokens.shape))
+    def counted(model: Any, batch: ip.Batch, maps: list[Tensor]) -> Tensor:
+        drawn.append(tuple(batch.clean.shape))
         for each in maps:
             each.grad = torch.zeros_like(each)
         return torch.zeros(2)
