@@ -68,20 +68,21 @@ def test_clip_has_its_sites_without_a_probe_of_ones_own() -> None:
     assert not torch.equal(edited.logits_per_image, bare.logits_per_image)
 
 
-def test_a_kind_that_several_towers_have_is_asked_for_by_tower() -> None:
+@pytest.mark.parametrize(
+    ("kind", "ending"), [("resid_post", "hook_resid_post"), ("z", "attn.hook_z")]
+)
+@pytest.mark.parametrize("layer", [0, None, "kept"])
+def test_a_kind_that_several_towers_have_is_asked_for_by_tower(
+    kind: str, ending: str, layer: Any
+) -> None:
     model = clip()
-    for asked in ("resid_post", "z"):
-        for hook in ([asked], [ip.zero(asked, layer=0)], [ip.zero(asked)]):
-            with pytest.raises(ip.NothingMatched) as caught:
-                if isinstance(hook[0], str):
-                    model.run_with_cache(
-                        input_ids=TOKENS, pixel_values=PIXELS, names_filter=hook[0]
-                    )
-                else:
-                    model.run_with_hooks(input_ids=TOKENS, pixel_values=PIXELS, hooks=hook)
-            at = "hook_resid_post" if asked == "resid_post" else "attn.hook_z"
-            for tower in ("vision", "encoder_0"):
-                assert repr(f"{tower}.blocks.*.{at}") in str(caught.value)
+    given: dict[str, Any] = {"input_ids": TOKENS, "pixel_values": PIXELS}
+    with pytest.raises(ip.NothingMatched) as caught:  # noqa: PT012
+        if layer == "kept":
+            model.run_with_cache(**given, names_filter=kind)
+        model.run_with_hooks(**given, hooks=[ip.zero(kind, layer=layer)])
+    for tower in ("vision", "encoder_0"):
+        assert repr(f"{tower}.blocks.*.{ending}") in str(caught.value)
 
 
 def test_a_failed_probe_of_a_missing_attribute_says_what_failed() -> None:

@@ -197,13 +197,13 @@ class SemanticTree(ModuleTree):
         """Say in which of several towers a kind of site is, where none of them is the main one."""
         ending = names.of_kind(kind, 0)
         there = [
-            f"{n.removesuffix(ending)}{names.of_kind(kind, '*')}"
+            repr(f"{n.removesuffix(ending)}{names.of_kind(kind, '*')}")
             for n in self.table.sites
             if n.endswith(f".{ending}")
         ]
         if there:
             raise NothingMatched(
-                f"{self.label} has several towers, each with its own {kind!r}: {' and '.join(map(repr, there))}. Say which."
+                f"{self.label} has several towers, each with its own {kind!r}: {' and '.join(there)}. Say which."
             )
 
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
