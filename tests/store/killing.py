@@ -11,6 +11,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,13 @@ def main(folder: Path, kills: int, seed: int) -> None:
     print(done, "kills,", number, "stores")
 
 
+def link_or_die(left: Iterator[int], link: Callable[..., None], *names: Any) -> None:
+    """Link a few times, then die."""
+    if next(left, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    link(*names)
+
+
 def killed_at_records(folder: Path) -> None:
     """Kill harvests just before a record takes its place, the first of a store and then one more each time."""
     torch.set_num_threads(1)
@@ -73,14 +82,7 @@ def killed_at_records(folder: Path) -> None:
     for record in range(4):
         child = os.fork()
         if child == 0:
-            links, link = iter(range(record)), os.link
-
-            def die(*names: Any) -> None:
-                if next(links, None) is None:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                link(*names)
-
-            os.link = die
+            os.link = partial(link_or_die, iter(range(record)), os.link)
             harvest(model, folder / "killed", segment_texts=7)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
