@@ -76,23 +76,23 @@ class SAERecipe:
                 f"aux and sparsity are costs, zero or more; got {self.aux}, {self.sparsity}."
             )
 
-    def rate(self, step: int, steps: int, latents: int) -> float:
+    def rate(self, step: int, whole: int, latents: int) -> float:
         """The learning rate of a step.
 
         Args:
             step: which, counted from zero.
-            steps: how many there are.
+            whole: how many there are.
             latents: how many the autoencoder has.
         """
         most = self.learning_rate
         most = 2e-4 * (16384 / latents) ** 0.5 if most is None else most
-        rising = (step + 1) / max(1.0, self.warm_up * steps)
-        falling = (steps - step) / max(1.0, self.decay * steps)
+        rising = (step + 1) / max(1.0, self.warm_up * whole)
+        falling = (whole - step) / max(1.0, self.decay * whole)
         return most * min(1.0, rising, falling)
 
-    def risen(self, step: int, steps: int) -> float:
+    def risen(self, step: int, whole: int) -> float:
         """Which share of its cost firing has at a step."""
-        return min(1.0, (step + 1) / max(1.0, self.sparsity_warm_up * steps))
+        return min(1.0, (step + 1) / max(1.0, self.sparsity_warm_up * whole))
 
     def counts_dead_after(self, vectors: int) -> int:
         """Without firing for how many vectors a latent is dead, in a training on so many."""
