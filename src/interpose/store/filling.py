@@ -195,8 +195,7 @@ class _Segment:
         self.rows = rows
         self.kept = kept
         self.vectors = sum(map(len, kept))
-        owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
-        self.folder = folder / UNFINISHED / owner
+        self.folder = unfinished_in(folder)
         self._files: dict[str, TensorWriter] = {}
         self._scales: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Summary] = {}
@@ -249,7 +248,13 @@ class _Segment:
             last=shard.last,
             resume=shard.resume,
         )
-        create_whole(self.store / COMMITS / commit_name(number), commit.to_json())
+        record = self.store / COMMITS / commit_name(number)
+        with self._enough_room():
+            first = create_whole(record, commit.to_json(), unfinished_in(self.store))
+        if not first:
+            there = Commit.read(record)
+            if there.folder != name:  # nobody's: another writer's values count
+                shutil.rmtree(self.store / SEGMENTS / name, ignore_errors=True)
 
     def _close(self, name: str) -> Written:
         file = self._files.pop(name)
@@ -335,6 +340,11 @@ def _move(unfinished: Path, folder: Path, files: dict[str, Written]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def unfinished_in(folder: Path) -> Path:
+    """A new name for what this process is at in a store."""
+    return folder / UNFINISHED / f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
+
+
 def sweep_unfinished(folder: Path) -> None:
     """Remove what writers left that are no more."""
     for left in (folder / UNFINISHED).glob("*~*~*"):
@@ -342,7 +352,7 @@ def sweep_unfinished(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another writer sweeps, too
             old = time.time() - left.stat().st_mtime > _ABANDONED
             if old or (host == socket.gethostname() and not _lives(pid)):
-                shutil.rmtree(left, ignore_errors=True)
+                left.unlink() if left.is_file() else shutil.rmtree(left, ignore_errors=True)
 
 
 def _lives(pid: str) -> bool:
