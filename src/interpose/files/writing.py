@@ -51,19 +51,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
     settle(target.parent)
 
 
-def create_whole(path: str | Path, content: bytes | str, unfinished: Path | None = None) -> bool:
+def create_whole(path: str | Path, content: bytes | str, *, by_way_of: Path | None = None) -> bool:
     """Put a file where none is, whole and for good; False if another was first. Of many who try, one succeeds.
 
     Args:
         path: a new name.
         content: its bytes, or a text, which is written in UTF-8.
-        unfinished: what it is called until it is whole, on the same file system; by default a name beside it. A process
-            that is killed leaves that.
+        by_way_of: a folder of the same file system that it is written to first; by default that of ``path``. A process
+            that is killed may leave an unfinished file there.
     """
     target = Path(path)
     content = content.encode() if isinstance(content, str) else content
-    if unfinished is None:
-        unfinished = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
+    unfinished = (by_way_of or target.parent) / f".{target.name[:40]}.{secrets.token_hex(8)}"
     try:
         _write_new(unfinished, content)
         try:

@@ -195,7 +195,7 @@ class _Segment:
         self.rows = rows
         self.kept = kept
         self.vectors = sum(map(len, kept))
-        self.folder = unfinished_in(folder)
+        self.folder = own_folder(folder)
         self._files: dict[str, TensorWriter] = {}
         self._scales: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Summary] = {}
@@ -248,12 +248,11 @@ class _Segment:
             last=shard.last,
             resume=shard.resume,
         )
-        record = self.store / COMMITS / commit_name(number)
         with self._enough_room():
-            first = create_whole(record, commit.to_json(), unfinished_in(self.store))
+            first = record(self.store, f"{COMMITS}/{commit_name(number)}", commit.to_json())
         if not first:
-            there = Commit.read(record)
-            if there.folder != name:  # nobody's: another writer's values count
+            there = Commit.read(self.store / COMMITS / commit_name(number))
+            if there.folder != name:  # another writer's values count, and these are nobody's
                 shutil.rmtree(self.store / SEGMENTS / name, ignore_errors=True)
 
     def _close(self, name: str) -> Written:
@@ -340,9 +339,20 @@ def _move(unfinished: Path, folder: Path, files: dict[str, Written]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def unfinished_in(folder: Path) -> Path:
-    """A new name for what this process is at in a store."""
-    return folder / UNFINISHED / f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
+def own_folder(store: Path) -> Path:
+    """Where this process may write what is not finished; a name of its own each time."""
+    owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
+    return store / UNFINISHED / owner
+
+
+def record(store: Path, name: str, content: str) -> bool:
+    """Put a record in its place if none is there: whole, and with nothing beside it even if this process is killed."""
+    folder = own_folder(store)
+    folder.mkdir(parents=True)
+    try:
+        return create_whole(store / name, content, by_way_of=folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_unfinished(folder: Path) -> None:
@@ -352,7 +362,7 @@ def sweep_unfinished(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another writer sweeps, too
             old = time.time() - left.stat().st_mtime > _ABANDONED
             if old or (host == socket.gethostname() and not _lives(pid)):
-                left.unlink() if left.is_file() else shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _lives(pid: str) -> bool:

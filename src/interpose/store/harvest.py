@@ -16,7 +16,6 @@ from interpose.edits.edit import Edit
 from interpose.edits.saving import save_edits
 from interpose.engine.hooks import Engine, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
-from interpose.files.writing import create_whole
 from interpose.jobs.job import Worker, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
@@ -25,7 +24,7 @@ from interpose.progress import Progress, ShowProgress
 from interpose.render.text import human_bytes
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
-from interpose.store.filling import SegmentMaker, sweep_unfinished, unfinished_in
+from interpose.store.filling import SegmentMaker, record, sweep_unfinished
 from interpose.store.needs import Expected, Left
 from interpose.store.pools import must_be_part
 from interpose.store.records import (
@@ -287,9 +286,7 @@ def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -
     try:
         for name in (COMMITS, SEGMENTS, UNFINISHED):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        if there is None and not create_whole(
-            folder / ABOUT, about.to_json(), unfinished_in(folder)
-        ):
+        if there is None and not record(folder, ABOUT, about.to_json()):
             there = _about_there(folder)  # another writer was first
         if there is not None and (why := there.differs(about)) is not None:
             raise FileError(
