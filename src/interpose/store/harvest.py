@@ -138,11 +138,7 @@ def begin(
     """A store with nothing in it yet, or one that is gone on with: all that `harvest` does before the model runs."""
     name = model if isinstance(model, str) else None
     model = load(model) if isinstance(model, str) else model
-    must_read_text(model)
-    if model.module.training:
-        raise Unsupported(
-            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
-        )
+    _must_be_ready(model)
     must_be_part(part)
     live = _live(model, hooks, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
@@ -266,6 +262,15 @@ class Harvest:
     def worker(self) -> Worker[Shard]:
         """What makes segments, in this process."""
         return SegmentMaker(self.folder, self.about, self.vectors)
+
+
+def _must_be_ready(model: TransformerModel) -> None:
+    """Refuse a model that reads no text, or of which every run is another one."""
+    must_read_text(model)
+    if model.module.training:
+        raise Unsupported(
+            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
 
 
 def _about_there(folder: Path) -> About | None:
