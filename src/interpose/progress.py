@@ -67,11 +67,6 @@ class Progress:
             raise self.ended
         return result
 
-    def note(self, text: str) -> None:
-        """Some words beside the bar."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-
     def step(self, count: int = 1) -> None:
         """Some more is done."""
         self.done += count

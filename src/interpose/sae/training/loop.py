@@ -52,7 +52,9 @@ class Training:
         if finished:
             return self._result()
         try:
-            with Progress(progress, self.steps, "step", keeps=True) as shown:
+            with Progress(
+                progress, self.steps, "step", note=lambda _: self._last_said(), keeps=True
+            ) as shown:
                 shown.done = self.done
                 while self.done < self.steps and not self.ended:
                     try:
@@ -61,7 +63,7 @@ class Training:
                         self._ran_out()
                         break
                     self._step(batch)
-                    self._say(shown)
+                    self._say()
                     if self.done % self.keep_every == 0 and self.done < self.steps:
                         self._keep([one.state() for one in self.learners], finished=False)
                     shown.step()
@@ -99,7 +101,7 @@ class Training:
             learner.step(x, y, self.done)
         self.done += 1
 
-    def _say(self, shown: Progress) -> None:
+    def _say(self) -> None:
         if self.done % self.say_every and self.done < self.steps:
             return
         for number, learner in enumerate(self.learners):
@@ -119,13 +121,18 @@ class Training:
                 )
             if self.watch is not None and self.watch(dict(record)) is False:
                 self.ended = "watch said so"
+        if self.patience is not None and self._stands_still(self.patience):
+            self.ended = f"no better in {self.patience} records"
+
+    def _last_said(self) -> str:
+        """Beside a bar."""
+        if not self.history:
+            return ""
         last = self.history[-1]
-        shown.note(
+        return (
             f"loss {last['loss']:.3g}, explained {last['explained_variance']:.3f}, L0 {last['l0']:.1f}, "
             f"dead {last['dead']:.1%}"
         )
-        if self.patience is not None and self._stands_still(self.patience):
-            self.ended = f"no better in {self.patience} records"
 
     def _stands_still(self, patience: int) -> bool:
         """Whether no autoencoder explains more than before."""
