@@ -93,7 +93,13 @@ def attention_knockout(
             cuts = _Cuts(windows, edges, seeing)
             every.append(
                 ip.run_variants(
-                    model, batch, cuts.variants, metric=metric, max_rows=max_rows, progress=False
+                    model,
+                    batch,
+                    cuts.variants,
+                    metric=metric,
+                    return_type=None,
+                    max_rows=max_rows,
+                    progress=False,
                 )
             )
             every[-1].tally.one_per_cell -= cuts.idle * batch.clean.numel() * len(model.blocks)
