@@ -321,7 +321,7 @@ class VariantRuns:
         assert self.tower is not None
         picked = looks is not None and not prove(self.model).answers
         kept = self.kept if looks is None else Kept(looks.positions, picked)
-        with only(self.model, looks and looks.columns, kept=kept if looks else None):
+        with only(self.model, looks.columns if looks else None, kept=kept if looks else None):
             ran = run_rows(
                 self.model,
                 self.tower,
