@@ -38,6 +38,7 @@ class Plain:
             sae.W_enc.copy_(sae.W_dec.T)
 
     def step(self, x: Tensor) -> None:
+        """Learn from a batch."""
         sae = self.sae
         x = x.to(self.dtype)
         W_enc, W_dec, b_enc, b_dec = (

@@ -43,16 +43,15 @@ def main() -> None:
             device=asked.device,
         )
         trained = time.process_time()
-        print(found)
-        print(f"CPU seconds: harvest {harvested - before:.0f}, training {trained - harvested:.0f}")
+        took = f"CPU seconds: harvest {harvested - before:.0f}, training {trained - harvested:.0f}"
         held_out = list(documents("autoencoder/held-out", 3000))
         fresh = ip.harvest(model, held_out, SITE, store=f"{folder}/held-out")
-        measure(found.sae, fresh)
+        print(found, took, measured(found.sae, fresh), sep="\n")  # noqa: T201
     found.sae.cpu().save(asked.out)
 
 
-def measure(sae: ip.SAE, store: ip.Store) -> None:
-    """Print what an autoencoder explains of a store, and at how many latents."""
+def measured(sae: ip.SAE, store: ip.Store) -> str:
+    """What an autoencoder explains of a store, and at how many latents."""
     name = store.site(SITE)
     vectors = torch.cat([batch[name] for batch in store.batches(SITE, pos=NOT_FIRST)])
     error, firing, fired = 0.0, 0, torch.zeros(sae.d_sae, dtype=torch.long)
@@ -63,7 +62,7 @@ def measure(sae: ip.SAE, store: ip.Store) -> None:
             firing += int(codes.counts.sum())
             fired += codes.fired
     variance = float((vectors - vectors.mean(0)).square().sum())
-    print(
+    return (
         f"{len(vectors):,} vectors of held-out texts: explained variance {1 - error / variance:.4f}, "
         f"L0 {firing / len(vectors):.2f}, dead latents {float((fired == 0).float().mean()):.1%}"
     )
