@@ -39,12 +39,12 @@ def index_of(tensors: Tensors, commit: Commit, source: str) -> None:
     _must_be(tensors, "positions", (commit.vectors,), torch.int32, source)
     counts = _lengths(tensors, "vector_offsets", commit.rows, commit.vectors, source)
     places = tensors["positions"].long()
-    most = torch.repeat_interleave(lengths, counts)
+    room = torch.repeat_interleave(lengths, counts)
     begins = torch.repeat_interleave(tensors["vector_offsets"][:-1].long(), counts)
     rises = torch.ones_like(places, dtype=torch.bool)
     rises[1:] = places.diff() > 0
     first = torch.arange(len(places)) == begins
-    if not bool(((places >= 0) & (places < most) & (rises | first)).all()):
+    if not bool(((places >= 0) & (places < room) & (rises | first)).all()):
         raise FileError(f"{source}: positions are not ascending places in their rows.")
 
 

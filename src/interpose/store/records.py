@@ -310,8 +310,8 @@ _SITE = record_of(
 _ABOUT = record_of(
     About,
     sites=MapOf(_SITE, Text(1000), 100_000),
-    texts=record_of(TextsAbout, length=_SIZE, count=Either(_COUNT, NULL)),
-    plan=record_of(Plan, texts=_SIZE, window=_SIZE, batch_tokens=_COUNT),
+    texts=record_of(TextsAbout, length=_COUNT, count=Either(_COUNT, NULL)),
+    plan=record_of(Plan, texts=_COUNT, window=_COUNT, batch_tokens=_COUNT),
     names=record_of(Speller),
     pos=ANYTHING,
 )
