@@ -248,7 +248,12 @@ class _Segment:
             last=shard.last,
             resume=shard.resume,
         )
-        record(self.store, f"{COMMITS}/{commit_name(number)}", commit.to_json())
+        with self._enough_room():
+            first = record(self.store, f"{COMMITS}/{commit_name(number)}", commit.to_json())
+        if not first:
+            there = Commit.read(self.store / COMMITS / commit_name(number))
+            if there.folder != name:  # another writer's values count, and these are nobody's
+                shutil.rmtree(self.store / SEGMENTS / name, ignore_errors=True)
 
     def _close(self, name: str) -> Written:
         file = self._files.pop(name)
