@@ -74,19 +74,23 @@ def test_everything_that_is_counted_and_kept_is_that_of_all_values_sorted_by_han
         model, texts, sae=sae, site=site, k=4, sample=6, context=2, batch_size=8, **ALL
     )
     tokens = sum(map(len, texts))
-    assert (found.tokens, found.texts) == (tokens, len(texts))
+    assert (found.token_count, found.text_count) == (tokens, len(texts))
     some_fire = 0
     for unit in found.units[:: 1 if sae else 7]:
         places, row = by_hand(values, unit), found.row(unit)
         some_fire += bool(places)
         assert found.density(unit) == len(places) / tokens
         assert int(found.counts.histogram[row].sum()) == len(places)
-        assert math.isclose(float(found.counts.sums[row]), sum(v for v, _, _ in places), rel_tol=1e-4)
+        assert math.isclose(
+            float(found.counts.sums[row]), sum(v for v, _, _ in places), rel_tol=1e-4
+        )
         said = found.examples(unit)
         assert len(said) == min(4, len(places))
-        for one, (value, text, pos) in zip(said, places):
+        for one, (value, _, _) in zip(said, places):
             assert math.isclose(one["value"], value, rel_tol=1e-4, abs_tol=1e-6)
-            assert math.isclose(float(values[one["row"]][one["pos"], unit]), value, rel_tol=1e-4, abs_tol=1e-6)
+            assert math.isclose(
+                float(values[one["row"]][one["pos"], unit]), value, rel_tol=1e-4, abs_tol=1e-6
+            )
             at = range(one["pos"] - 2, one["pos"] + 3)
             around = [texts[one["row"]][p] if 0 <= p < len(texts[one["row"]]) else -1 for p in at]
             shown = [f" {token}" if token >= 0 else "" for token in around]
@@ -109,14 +113,16 @@ def test_units_below_zero_have_places_too_and_latents_have_none() -> None:
         lowest = by_hand([-one for one in values], unit)[:3]
         said = found.examples(unit, bottom=True)
         assert [(one["row"], one["pos"]) for one in said] == [place[1:] for place in lowest]
-        assert_near(torch.tensor([one["value"] for one in said]), -torch.tensor([v for v, _, _ in lowest]))
+        assert_near(
+            torch.tensor([one["value"] for one in said]), -torch.tensor([v for v, _, _ in lowest])
+        )
     latents = ip.features(model, texts, sae=autoencoder(), site=site, **ALL)
-    assert latents.bottom is None
+    assert latents.lowest is None
     assert latents.examples(0, bottom=True) == []
 
 
 def same(one: ip.Features, other: ip.Features) -> None:
-    for part in ("counts", "top", "drawn", "sample"):
+    for part in ("counts", "strongest", "drawn", "sample"):
         mine, theirs = getattr(one, part), getattr(other, part)
         for name in type(mine).__dataclass_fields__:
             a, b = getattr(mine, name), getattr(theirs, name)
@@ -134,11 +140,13 @@ def test_parts_of_the_data_merge_into_what_the_whole_gives_in_any_order_of_batch
     }  # fmt: skip
     whole = ip.features(model, texts, batch_size=1, **given)
     parts = [ip.features(model, texts, batch_size=1, part=(n, 3), **given) for n in range(3)]
-    assert min(part.tokens for part in parts) > 100  # each has some of it
+    assert min(part.token_count for part in parts) > 100  # each has some of it
     same(parts[0].merge(parts[1]).merge(parts[2]), whole)
     same(parts[2].merge(parts[0].merge(parts[1])), whole)
-    other = ip.features(model, texts, batch_size=5, **given)  # rounds otherwise, so that ties may fall otherwise
-    assert_near(other.top.values, whole.top.values)
+    other = ip.features(
+        model, texts, batch_size=5, **given
+    )  # rounds otherwise, so that ties may fall otherwise
+    assert_near(other.strongest.values, whole.strongest.values)
     assert torch.equal(other.drawn.order, whole.drawn.order)
     assert torch.equal(other.sample.order, whole.sample.order)
     with pytest.raises(ValueError, match="skip_first differ"):
@@ -221,7 +229,9 @@ def test_logits_are_those_of_the_decoder_rows_through_the_final_norm_and_the_une
     assert math.isclose(cosine, float(cosines[17].max()), rel_tol=1e-4)
 
 
-def test_neurons_write_rows_of_the_output_matrix_and_other_sites_say_why_they_have_no_logits() -> None:
+def test_neurons_write_rows_of_the_output_matrix_and_other_sites_say_why_they_have_no_logits() -> (
+    None
+):
     model = model_of("llama")
     found = ip.features(model, rows(20), site="post", layer=1, neuron=[3, 8], **ALL)
     assert found.effects is not None
@@ -237,7 +247,7 @@ def test_special_tokens_and_padding_do_not_count_and_positions_are_those_of_the_
     texts = ["the cat sat on the mat", "a dog ran", "the cat"]
     plain = ip.features(model, texts, site="resid_post", layer=1, k=3, **QUIET)
     lengths = [len(model.to_tokens(text)[0]) for text in texts]
-    assert plain.tokens == sum(lengths) - len(texts)  # BOS is the only special one
+    assert plain.token_count == sum(lengths) - len(texts)  # BOS is the only special one
     for unit in (0, 5):
         for one in plain.examples(unit):
             tokens = model.to_tokens(texts[one["row"]])[0]
@@ -246,7 +256,7 @@ def test_special_tokens_and_padding_do_not_count_and_positions_are_those_of_the_
     padded = ip.features(model, model.to_tokens(texts), site="resid_post", layer=1, k=3, **QUIET)
     same(padded, plain)
     every = ip.features(model, texts, site="resid_post", layer=1, k=3, **ALL)
-    assert every.tokens == sum(lengths)
+    assert every.token_count == sum(lengths)
 
 
 def test_looking_changes_neither_the_model_nor_the_autoencoder() -> None:
@@ -258,7 +268,7 @@ def test_looking_changes_neither_the_model_nor_the_autoencoder() -> None:
     found = ip.features(model, rows(10), sae=there, **ALL)
     assert sae.training  # and yet it was asked as it is after training
     values = dense(model, rows(10), ("resid_post", 1), sae.eval())
-    assert found.density(3) == sum(int((v[:, 3] > 0).sum()) for v in values) / found.tokens
+    assert found.density(3) == sum(int((v[:, 3] > 0).sum()) for v in values) / found.token_count
     there.detach()
     assert same_state(before, state_of(module))
     assert all(torch.equal(known[name], value) for name, value in sae.state_dict().items())
@@ -284,7 +294,9 @@ def test_histograms_of_equal_bars_keep_every_value() -> None:
     )
     assert len(edges()) == BINS + 1
     strongest = record["activations"][0]
-    assert strongest["values"][strongest["qualifyingTokenIndex"]] == pytest.approx(record["maxActApprox"])
+    assert strongest["values"][strongest["qualifyingTokenIndex"]] == pytest.approx(
+        record["maxActApprox"]
+    )
 
 
 def test_pages_load_nothing_link_to_each_other_and_obey_no_token(tmp_path: Path) -> None:

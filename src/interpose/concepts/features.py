@@ -1,8 +1,8 @@
 """`ip.features`: what each unit of a site responds to in a dataset, how often and how strongly, and what it does.
 
-The data pass by once and nothing of them is kept but what fires: counts, the strongest places of each unit, a random
-sample of all its places (of which quantile groups are made), and a random sample of tokens. All of these follow from the
-data alone, not from the order in which they come, and parts of the data merge into the whole.
+The data pass by once. Kept are counts, the strongest places of each unit, a random sample of all its places (of which
+groups by value are made), and a random sample of tokens. All of these follow from the data alone, not from the order in
+which they come, and parts of the data merge into the whole.
 """
 
 from __future__ import annotations
@@ -109,44 +109,56 @@ def features(
             texts_seen += len(batch)
     if found is None:
         raise ValueError("there are no texts.")
-    rows, why = units.rows(), ""
-    effects: Effects | None = None
-    if rows is None:
-        why = "what these units write is not a direction of the stream"
-    else:
-        try:
-            effects = effects_of(model, rows)
-        except (ip.Unsupported, AttributeError) as error:
-            why = str(error)
-    ids = [found.top.windows, found.drawn.windows, found.bottom.windows, found.sample.windows]
-    if effects is not None:
-        ids += [effects.up, effects.down]
-    protocol = {
-        "site": units.site,
+    protocol: dict[str, Any] = {
         "head": head,
-        "sae": None if units.sae is None else repr(units.sae),
         "k": k,
         "sample": sample,
         "context": context,
         "skip_first": skip_first,
         "skip_special": skip_special,
-        "no_logits": why or None,
     }
+    return _reported(model, units, found, texts_seen, protocol)
+
+
+def _reported(
+    model: ip.TransformerModel,
+    units: _Units,
+    found: _Found,
+    texts: int,
+    protocol: dict[str, Any],
+) -> Features:
+    """All of it, with what follows from the weights."""
+    effects, why = _effects(model, units.rows())
+    said = {"site": units.site, "sae": units.sae and repr(units.sae), "no_logits": why, **protocol}
+    parts = (found.top, found.drawn, found.bottom, found.sample)
+    ids = [part.windows for part in parts]
+    if effects is not None:
+        ids += [effects.up, effects.down]
     return Features(
         title=f"What {'latents' if units.sae is not None else 'units'} at {units.site} respond to",
         units=units.numbers,
-        protocol={name: value for name, value in protocol.items() if value is not None},
+        protocol={name: value for name, value in said.items() if value is not None},
         evidence=EVIDENCE,
-        tokens=found.tokens,
-        texts=texts_seen,
+        token_count=found.tokens,
+        text_count=texts,
         words=words_of(model, torch.cat([one.flatten().long() for one in ids])),
         counts=found.counts,
-        top=found.top,
-        bottom=found.bottom if found.has_bottom else None,
+        strongest=found.top,
+        lowest=found.bottom if found.has_bottom else None,
         drawn=found.drawn,
         sample=found.sample,
         effects=effects,
     )
+
+
+def _effects(model: ip.TransformerModel, rows: Tensor | None) -> tuple[Effects | None, str | None]:
+    """What the units do, or why that is not known."""
+    if rows is None:
+        return None, "what these units write is not a direction of the stream"
+    try:
+        return effects_of(model, rows), None
+    except (ip.Unsupported, AttributeError) as error:
+        return None, str(error)
 
 
 class _Found:

@@ -192,7 +192,7 @@ def marked(one: dict[str, Any], where: Sequence[bool]) -> str:
     return made.replace(CLOSE + OPEN, "").replace("\n", " ")
 
 
-def _one(unit: int) -> int:
+def _one(_: int) -> int:
     return 1
 
 

@@ -13,7 +13,7 @@ import interpose as ip
 from interpose.errors import FileError
 from interpose.files.reading import read_bytes
 
-COLUMNS = ("unit", "name", "score")
+COLUMNS = ("unit", "name", "value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -84,9 +84,9 @@ class Concepts(ip.Result):
     def __len__(self) -> int:
         return len(self.concepts)
 
-    def find(self, text: str) -> list[int]:
-        """The units whose names have a text in them, in any case."""
-        return [u for u, name in self.concepts.items() if text.casefold() in name.casefold()]
+    def find(self, word: str) -> list[int]:
+        """The units whose names have a word in them, in any case."""
+        return [u for u, name in self.concepts.items() if word.casefold() in name.casefold()]
 
     def joined(self, other: Concepts) -> Concepts:
         """With the other's names; where both have one, the one of the higher score, of equal ones this."""
@@ -97,15 +97,10 @@ class Concepts(ip.Result):
         return Concepts(title=self.title, concepts=concepts, scores=scores)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """A record for each unit: its number, name and score."""
+        """A record for each unit: its number, its name, and its score as the value."""
         for unit in sorted(self.concepts):
             row = (unit, self.concepts[unit], self.scores.get(unit))
             yield dict(zip(COLUMNS, row))
-
-    @property
-    def ranked(self) -> str:
-        """The surest first."""
-        return "score"
 
 
 def _line(row: list[str], where: str) -> tuple[int, str, float | None]:

@@ -35,7 +35,7 @@ def feature(found: Features, unit: int) -> dict[str, Any]:
         "freq_hist_data_bar_values": values,
         "topkCosSimIndices": [other for other, _ in alike],
         "topkCosSimValues": [cosine for _, cosine in alike],
-        "n_prompts_total": found.texts,
+        "n_prompts_total": found.text_count,
         "n_tokens_in_prompt": None,
         "hookName": found.protocol.get("site"),
         "activations": [_activation(one) for one in _examples(found, unit)],

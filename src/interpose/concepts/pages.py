@@ -46,20 +46,14 @@ def save_pages(
 def _index(found: Features, units: Sequence[int], concepts: Concepts | None) -> str:
     rows = []
     for unit in units:
-        one = found._record(found.row(unit), unit)
+        one = found.record(unit)
+        name = [] if concepts is None else [concepts.get(unit)]
+        tokens, raises = (" ".join(map(token_label, one[kind])) for kind in ("tokens", "raises"))
         rows.append(
-            (
-                _link(unit),
-                "" if concepts is None else concepts.get(unit),
-                f"{one['density']:.3%}",
-                number(one["max"]),
-                " ".join(map(token_label, one["tokens"])),
-                " ".join(map(token_label, one["raises"])),
-            )
+            [_link(unit), *name, f"{one['density']:.3%}", number(one["value"]), tokens, raises]
         )
-    head = ("unit", "concept", "density", "max", "strongest at", "raises")
-    if not concepts:
-        head, rows = head[:1] + head[2:], [row[:1] + row[2:] for row in rows]
+    head = ["unit", *(["concept"] if concepts is not None else []), "density", "max"]
+    head += ["strongest at", "raises"]
     said = "<br>".join(map(escape.html, found.lines()))
     return page(
         found.title,
@@ -92,11 +86,13 @@ def unit_body(
     limit = float(found.counts.most[row])
     mean = float(found.counts.sums[row]) / max(1, int(found.counts.fired[row]))
     said = (
-        f"active at {found.density(unit):.3%} of {found.tokens:,} tokens; "
+        f"active at {found.density(unit):.3%} of {found.token_count:,} tokens; "
         f"largest {number(limit)}, mean where active {number(mean)}"
     )
     back = '<a href="index.html">all units</a>; ' if linked else ""
-    parts = [f"<p>{back}{escape.html(str(found.protocol.get('site', '')))}<br>{escape.html(said)}</p>"]
+    parts = [
+        f"<p>{back}{escape.html(str(found.protocol.get('site', '')))}<br>{escape.html(said)}</p>"
+    ]
     parts.append(legend(positive, 0.0, limit, unit="activation"))
     parts.append(section("Strongest", _lines(found.examples(unit), limit)))
     low = found.examples(unit, bottom=True)
@@ -186,7 +182,9 @@ def _others(
     rows = []
     for unit, share in others:
         name = "" if concepts is None else concepts.get(unit)
-        rows.append((_link(unit) if unit in linked else str(unit), name, bar(share, f"{share:.2f}")))
+        rows.append(
+            (_link(unit) if unit in linked else str(unit), name, bar(share, f"{share:.2f}"))
+        )
     return html_table(("unit", "concept", ""), rows)
 
 
@@ -194,9 +192,7 @@ def _link(unit: int) -> Markup:
     return Markup(f'<a href="{unit}.html">{unit}</a>')
 
 
-def save_neuronpedia(
-    found: Features, path: Path, neuron: Sequence[int] | None = None
-) -> Path:
+def save_neuronpedia(found: Features, path: Path, neuron: Sequence[int] | None = None) -> Path:
     """Units with the fields of Neuronpedia's JSON, in one file."""
     units = found.units if neuron is None else neuron
     return write_whole(path, json.dumps([found.neuronpedia(unit) for unit in units]))

@@ -1,6 +1,6 @@
 """The k places of the highest score that each unit has, kept while firings pass by, in any order of the batches.
 
-With its value as the score they are a unit's strongest places; with a draw as the score, a random sample of all of them.
+With its value as the score they are a unit's strongest places; with a draw as the score, a random sample of them all.
 Two parts of the data, each looked at by itself, merge into what both together give.
 """
 
@@ -80,14 +80,10 @@ class Places:
         unit, value, token = firings.unit[better], firings.value[better], firings.token[better]
         score, order = score[better], order[better]
         chosen = _best(unit, score, order, k)
-        unit, value, token, score, order = (
-            x[chosen] for x in (unit, value, token, score, order)
-        )
+        unit, value, token, score, order = (x[chosen] for x in (unit, value, token, score, order))
         near, inside = tokens.around(token, self.context)
         around = every.at(near, unit[:, None].expand_as(near)).masked_fill(~inside, torch.nan)
-        self._join(
-            unit, score, order, value, tokens.windows(token, self.context), around
-        )
+        self._join(unit, score, order, value, tokens.windows(token, self.context), around)
 
     def _join(self, unit: Tensor, *new: Tensor) -> None:
         """Merge new places [n, ...] of units into these."""

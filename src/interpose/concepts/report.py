@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,13 +41,13 @@ class Features(ip.Result):
 
     Attributes:
         title: what was looked at.
-        units: their numbers: latents of an autoencoder, or elements of a site's value.
-        tokens: how many counted.
-        texts: how many texts, or rows of a store, there were.
+        units: their numbers, ascending: latents of an autoencoder, or elements of a site's value.
+        token_count: how many tokens counted.
+        text_count: how many texts, or rows of a store, there were.
         words: tokens as text, by their number as text.
         counts: of each unit over all tokens, in the order of ``units``.
-        top: the strongest places of each.
-        bottom: those where it is farthest below zero, as positive values; None where no unit can be.
+        strongest: the strongest places of each.
+        lowest: those where it is farthest below zero, as positive values; None where no unit can be.
         drawn: a random sample of all places where it is active.
         sample: a random sample of tokens, with the units that are active there.
         effects: the logits that each raises and lowers; None where that is not known.
@@ -56,12 +57,12 @@ class Features(ip.Result):
 
     title: str
     units: list[int]
-    tokens: int
-    texts: int
+    token_count: int
+    text_count: int
     words: dict[str, str]
     counts: Counts
-    top: Places
-    bottom: Places | None
+    strongest: Places
+    lowest: Places | None
     drawn: Places
     sample: Sample
     effects: Effects | None
@@ -72,14 +73,15 @@ class Features(ip.Result):
 
     def row(self, unit: int) -> int:
         """The place of a unit among all that there are."""
-        if unit not in self.units:
+        at = bisect.bisect_left(self.units, unit)
+        if at == len(self.units) or self.units[at] != unit:
             near = f"{self.units[0]} to {self.units[-1]}"
             raise KeyError(f"no unit {unit!r}: there are {len(self.units)}, of {near}.")
-        return self.units.index(unit)
+        return at
 
     def density(self, unit: int) -> float:
         """At which share of the tokens it is active."""
-        return int(self.counts.fired[self.row(unit)]) / max(1, self.tokens)
+        return int(self.counts.fired[self.row(unit)]) / max(1, self.token_count)
 
     def examples(self, unit: int, *, bottom: bool = False) -> list[dict[str, Any]]:
         """Its strongest places, the strongest first: value, row, pos, token, and the tokens around it.
@@ -88,9 +90,9 @@ class Features(ip.Result):
             unit: which.
             bottom: where it is farthest below zero instead.
         """
-        if bottom and self.bottom is None:
+        if bottom and self.lowest is None:
             return []
-        places = self.bottom if bottom and self.bottom is not None else self.top
+        places = self.lowest if bottom and self.lowest is not None else self.strongest
         row = self.row(unit)
         there = torch.arange(places.values.shape[1])
         return self._examples(places, row, there, -1.0 if bottom else 1.0)
@@ -173,7 +175,7 @@ class Features(ip.Result):
     # Parts of the data.
 
     def merge(self, other: Features) -> Features:
-        """Of both parts of the data, whose rows are counted through: ``ip.features(..., part=(0, 2))`` and ``(1, 2)``."""
+        """Of both parts of the data, such as ``ip.features(..., part=(0, 2))`` and ``part=(1, 2)``."""
         if self.units != other.units or self.protocol != other.protocol:
             changed = [
                 name
@@ -183,46 +185,42 @@ class Features(ip.Result):
             raise ValueError(
                 f"features of different searches do not merge: {', '.join(sorted(changed)) or 'units'} differ."
             )
-        if (self.bottom is None) != (other.bottom is None):
+        if (self.lowest is None) != (other.lowest is None):
             raise ValueError("one of them has values below zero, and the other has none.")
         both = None
-        if self.bottom is not None and other.bottom is not None:
-            both = self.bottom.merged(other.bottom)
+        if self.lowest is not None and other.lowest is not None:
+            both = self.lowest.merged(other.lowest)
         return replace(
             self,
-            tokens=self.tokens + other.tokens,
-            texts=self.texts + other.texts,
+            token_count=self.token_count + other.token_count,
+            text_count=self.text_count + other.text_count,
             words={**self.words, **other.words},
             counts=self.counts.joined(other.counts),
-            top=self.top.merged(other.top),
-            bottom=both,
+            strongest=self.strongest.merged(other.strongest),
+            lowest=both,
             drawn=self.drawn.merged(other.drawn),
             sample=self.sample.merged(other.sample),
         )
 
     # As a result.
 
-    @property
-    def ranked(self) -> str:
-        """Units are ranked by their largest value."""
-        return "max"
-
     def records(self) -> Iterator[dict[str, Any]]:
-        """A record for each unit: density, largest and mean value, its strongest token, the logits it raises."""
-        for row, unit in enumerate(self.units):
-            yield self._record(row, unit)
+        """A record for each unit: its largest value, density, mean, its strongest tokens, those that it raises."""
+        yield from map(self.record, self.units)
 
-    def _record(self, row: int, unit: int) -> dict[str, Any]:
+    def record(self, unit: int) -> dict[str, Any]:
+        """The record of a unit."""
+        row = self.row(unit)
         fired = int(self.counts.fired[row])
-        middle = self.top.windows.shape[2] // 2
+        middle = self.strongest.windows.shape[2] // 2
         tokens = dict.fromkeys(
-            self.word(t) for t in self.top.windows[row, :, middle].tolist() if t >= 0
+            self.word(t) for t in self.strongest.windows[row, :, middle].tolist() if t >= 0
         )
         up = [] if self.effects is None else self.effects.up[row, :3].tolist()
         return {
             "unit": unit,
-            "density": fired / max(1, self.tokens),
-            "max": float(self.counts.most[row]),
+            "value": float(self.counts.most[row]),
+            "density": fired / max(1, self.token_count),
             "mean": float(self.counts.sums[row]) / max(1, fired),
             "tokens": list(tokens)[:3],
             "raises": [self.word(t) for t in up],
@@ -231,7 +229,9 @@ class Features(ip.Result):
     def lines(self) -> list[str]:
         """How many tokens, and how many units are dead."""
         dead = int((self.counts.fired == 0).sum())
-        said = f"{self.tokens:,} tokens of {self.texts:,} texts; {len(self.units):,} units"
+        said = (
+            f"{self.token_count:,} tokens of {self.text_count:,} texts; {len(self.units):,} units"
+        )
         return [said + (f", of which {dead:,} are never active" if dead else "")]
 
     def names(self) -> Sequence[str]:
@@ -242,12 +242,12 @@ class Features(ip.Result):
         """A line for each of the first units that are ever active."""
         made: list[Sequence[str]] = []
         for row in self.counts.fired.nonzero()[:_SHOWN, 0].tolist():
-            one = self._record(row, self.units[row])
+            one = self.record(self.units[row])
             made.append(
                 [
                     str(one["unit"]),
                     f"{one['density']:.3%}",
-                    number(one["max"]),
+                    number(one["value"]),
                     number(one["mean"]),
                     " ".join(map(token_label, one["tokens"])),
                     " ".join(map(token_label, one["raises"])),

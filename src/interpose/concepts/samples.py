@@ -1,5 +1,6 @@
-"""A random sample of all tokens with the units that are active there: for units that go together, and for examples
-of what a unit does not respond to.
+"""A random sample of all tokens with the units that are active there.
+
+It tells which units go together, and has examples of what a unit does not respond to.
 
 Which tokens it has follows from their places alone, so that parts of the data merge into the sample of the whole.
 """
