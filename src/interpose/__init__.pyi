@@ -186,6 +186,9 @@ from interpose.sae.topk import (
     MatryoshkaSAE as MatryoshkaSAE,
     TopKSAE as TopKSAE,
 )
+from interpose.sae.training.recipe import SAERecipe as SAERecipe
+from interpose.sae.training.result import SAETraining as SAETraining
+from interpose.sae.training.train import train_sae as train_sae
 
 # What units respond to
 from interpose.concepts.features import features as features
