@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.files.reading import read_tensors, regular_file
+from interpose.files.reading import must_be_plain, read_tensors, read_torch, regular_file
 from interpose.files.schema import Field, Kind, MapOf, Whole, shown
 from interpose.sae.matching_pursuit import MatchingPursuitSAE
 from interpose.sae.relu import GatedSAE, JumpReLUSAE, StandardSAE
@@ -46,20 +45,8 @@ def read_weights(path: Path, *, pickles: bool = False) -> dict[str, Tensor]:
     else:
         found = _of_torch(path, pickles=pickles)
     for name, tensor in found.items():
-        _must_be_plain(tensor, f"{str(path)!r}: {shown(name)}")
+        must_be_plain(tensor, f"{str(path)!r}: {shown(name)}")
     return found
-
-
-def _must_be_plain(tensor: Tensor, what: str) -> None:
-    """Refuse what is no array of real numbers, each of which the file has."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        raise FileError(f"{what} is a {type(tensor).__name__} of layout {tensor.layout}.")
-    if tensor.is_complex() or tensor.is_quantized or tensor.device.type != "cpu":
-        raise FileError(f"{what} is {tensor.dtype} on {tensor.device}: not plain numbers.")
-    if tensor.nbytes > tensor.untyped_storage().nbytes():
-        raise FileError(
-            f"{what} says that it is {tuple(tensor.shape)}, and the file has fewer numbers."
-        )
 
 
 def _of_numpy(path: Path) -> dict[str, Tensor]:
@@ -95,19 +82,8 @@ _SWELLS = 50
 
 
 def _of_torch(path: Path, *, pickles: bool) -> dict[str, Tensor]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = torch.load(regular_file(path), map_location="cpu", weights_only=not pickles)
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise FileError(
-            f"{str(path)!r} holds more than tensors, and reading it could run any program. If you trust whoever wrote "
-            f"it, say pickles=True. ({shown(str(error).splitlines()[0] if str(error) else '', 200)})"
-        ) from None
-    except Exception as error:  # of a broken file, anything
-        raise FileError(f"{str(path)!r} is not a file of torch: {shown(str(error), 200)}") from None
+    trusted = " If you trust whoever wrote it, say pickles=True."
+    found = read_torch(path, pickles=pickles, otherwise=trusted)
     if not isinstance(found, Mapping):
         raise FileError(
             f"{str(path)!r} holds a {type(found).__name__}, and tensors by name are read here."
