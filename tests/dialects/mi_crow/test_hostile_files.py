@@ -105,7 +105,10 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lm = LanguageModel.from_huggingface("pocket")
     lm.layers.register_hook("transformer.h.2", LayerActivationDetector("transformer.h.2", "mine"))
     lm.layers.register_hook("input", ModelInputDetector(hook_id="in", save_attention_mask=True))
-    return lm.save_model(tmp_path_factory.mktemp("model") / "model.pt")
+    path = lm.save_model(tmp_path_factory.mktemp("model") / "model.pt")
+    for one in lm.layers.get_hooks():
+        lm.layers.unregister_hook(one)
+    return path
 
 
 class Harm:

@@ -92,7 +92,7 @@ def restore(
     if not isinstance(saved, dict) or not {"model_state_dict", "metadata"} <= set(saved):
         raise FileError(f"{str(path)!r} is not what save_model writes.")
     about = _metadata(saved["metadata"], field.of("metadata"))
-    source = model_id or about.get("model_path") or about.get("model_id")
+    source = str(model_id or about.get("model_path") or about.get("model_id"))
     loaded = load(source, device=device)
     _take(loaded.module, saved["model_state_dict"], field.of("model_state_dict"))
     made = cls(loaded.module, loaded.tokenizer, store, model_id=model_id or about.get("model_id"))
