@@ -173,6 +173,7 @@ from interpose.detectors.top_activating import TopActivating as TopActivating
 from interpose.sae.attaching import Attached as Attached
 from interpose.sae.codes import Codes as Codes
 from interpose.sae.crosscoder import CrossCoder as CrossCoder
+from interpose.sae.evaluation import SAEEvaluation as SAEEvaluation, evaluate_sae as evaluate_sae
 from interpose.sae.matching_pursuit import MatchingPursuitSAE as MatchingPursuitSAE
 from interpose.sae.relu import (
     GatedSAE as GatedSAE,

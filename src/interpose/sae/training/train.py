@@ -99,6 +99,8 @@ def train_sae(
         most_norm=most_norm,
     )
     size = getattr(batches, "batch_size", batch_size or BATCH)
+    for one in saes:
+        _tell(one, source, getattr(batches, "pos", None))
     learners = [
         Learner(one, how, steps=steps, dtype=dtype, seed=seed + number)
         for number, (one, how) in enumerate(zip(saes, recipes))
@@ -155,6 +157,16 @@ def _must_be_possible(
         raise Unsupported(
             "nothing is trained inside torch.inference_mode(): call this outside of it."
         )
+
+
+def _tell(sae: SAE, source: Any, pos: slice | None) -> None:
+    """Have an autoencoder say of which model and of which positions it is, in SAELens's words."""
+    if pos is not None:
+        ends = [pos.start, pos.stop]
+        sae.about["seqpos_slice"] = ends if pos.step is None else [*ends, pos.step]
+    name = getattr(getattr(getattr(source, "about", None), "model", None), "name", None)
+    if isinstance(name, str) and name:
+        sae.about.setdefault("model_name", name)
 
 
 def _of(source: Any) -> str:
