@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import interpose as ip
 from tests.bounds import assert_near
 from tests.models import tiny
 from tests.sae.oracles import codes_of, made, output_of
+from training import agreement, facts, opinions, stories
 
 TEXTS = [[3 + (5 * row + place) % 40 for place in range(1 + (3 * row) % 7)] for row in range(12)]
 SITE = "blocks.0.hook_resid_post"
@@ -172,3 +174,14 @@ def test_a_transcoder_is_measured_where_it_writes(model: Any) -> None:
     out = output_of(sae, codes_of(sae, x), x)
     assert_near(found["mse"], (out - y).square().sum(-1).mean(), 10.0)
     assert found["loss_replaced"] != found["loss"]
+
+
+def test_the_autoencoder_that_comes_along_explains_the_middle_of_the_pocket_model() -> None:
+    model, sae = ip.load("pocket", device="cpu"), ip.SAE.from_pretrained("pocket")
+    draw = Random("autoencoder")
+    texts = [kind.document(draw) for kind in (agreement, facts, opinions, stories) * 6]
+    found = ip.evaluate_sae(texts, sae.attach(model), **QUIET)
+    assert found.protocol["positions"] == "1:"
+    assert found["l0"] < model.cfg.d_model / 8
+    assert found["explained_variance"] > 0.9
+    assert found["recovered"] > 0.9
