@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Queue
@@ -217,7 +217,7 @@ class _Segment:
             with self._enough_room():
                 self._files[name] = TensorWriter(self.folder / file_name(name), parts)
 
-    def write(self, values: dict[str, Tensor]) -> None:
+    def write(self, values: Mapping[str, Tensor]) -> None:
         """The vectors of the next rows."""
         for name, some in values.items():
             if self.about.sites[name].torch_dtype == torch.int8:
@@ -302,6 +302,35 @@ class _Segment:
 
     def _enough_room(self) -> _EnoughRoom:
         return _EnoughRoom(self.store)
+
+
+def fill_segment(
+    folder: Path,
+    about: About,
+    shard: Shard,
+    rows: Sequence[Row],
+    parts: Iterable[Mapping[str, Tensor]],
+) -> None:
+    """Make and commit a segment of values that are there already, at every position.
+
+    Args:
+        folder: of the store.
+        about: what the store is of.
+        shard: its texts.
+        rows: their rows.
+        parts: the vectors of some rows after the other, by site.
+    """
+    segment = _Segment(folder, about, shard, rows, [range(len(row.tokens)) for row in rows])
+    try:
+        segment.begin()
+        for part in parts:
+            for name, values in part.items():
+                segment.count(name, values)
+            segment.write(part)
+        segment.commit()
+    except BaseException:
+        segment.discard()
+        raise
 
 
 class _EnoughRoom:
