@@ -22,7 +22,7 @@ from interpose.errors import Cancelled, Unsupported
 from interpose.models.running.masks import remember
 from interpose.progress import Progress, ShowProgress
 from interpose.sites.tree import Site
-from interpose.sweeps import prompts
+from interpose.sweeps import noise, prompts
 from interpose.sweeps.answers import Kept
 from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
@@ -147,6 +147,7 @@ class VariantRuns:
     Attributes:
         base: the run as it is.
         layers: how many blocks the model has.
+        grain: in 16 bits, how far apart the numbers are that the model computes with, as a share of them; else None.
         tally: what was computed until now; it prints as the plan.
     """
 
@@ -181,8 +182,11 @@ class VariantRuns:
         self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
         shared = [act for item in hooks for act in _acts(model, item)]
-        self._placed = [self._place(variant, shared) for variant in variants]
-        plan, why = plan_of(model, self._placed, "auto", prove(model))
+        own = list(map(self._acts_of, self.variants))
+        last = self.layers - 1
+        firsts = [min((act.layer for act in acts), default=last) for acts in own]
+        cells = [_Placed.of(*pair) for pair in zip(firsts, own)]
+        plan, why = plan_of(model, cells, "auto", prove(model))
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
@@ -190,6 +194,10 @@ class VariantRuns:
         self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
             self.length * self.layers
         )
+        # Behind the variants stand those that change nothing, and begin at each layer.
+        own, firsts = [*own, *[[]] * self.layers], [*firsts, *range(self.layers)]
+        earlier = plan != "wavefront"
+        self._placed = [_Placed.of(*pair, shared, earlier=earlier) for pair in zip(firsts, own)]
         with torch.no_grad():
             self._begin(numbers, total, clean_logits)
 
@@ -206,8 +214,7 @@ class VariantRuns:
 
         Ended by `progress`, it gives the variants that are done, and NaN for the others, as the `Cancelled`'s result.
         """
-        if self.metric is None:
-            raise ValueError("there is no metric: give metric=... to run_variants.")
+        self._must_measure()
         found = self.base.measured.new_full((len(self), self.batch), torch.nan)
         try:
             for run in self:
@@ -216,6 +223,40 @@ class VariantRuns:
             error.result = found.cpu()
             raise
         return found.cpu()
+
+    def _must_measure(self) -> None:
+        if self.metric is None:
+            raise ValueError("there is no metric: give metric=... to run_variants.")
+
+    @torch.no_grad()
+    def noise(self) -> Tensor:
+        """In 16 bits, how far rounding alone moves the metric, [draw, example]; no draws in 32 bits.
+
+        The first is of variants that change nothing and ran beside the others until now: the one that moved furthest.
+        The others are the run as it is with numbers that are off by as much as one rounding may make them.
+        """
+        self._must_measure()
+        if self.grain is None or self.tower is None:
+            return torch.zeros(0, self.batch, device="cpu")
+        unchanged = self.base.measured
+        rounding = noise.Rounding(
+            model=self.model,
+            layers=self.layers,
+            grain=self.grain,
+            generator=torch.Generator(unchanged.device).manual_seed(0),
+            hooks=self._hooks,
+        )
+        together = self._most_rows // self.batch
+        if self._hooks or self.tally.plan == "one per cell":  # hooks may be of so many rows
+            together = 1
+        still = [torch.zeros_like(unchanged), *self._idle]
+        found = [max(still, key=lambda moved: float(moved.mean().abs().nan_to_num()))]
+        for logits in rounding.runs(self.inputs, self.kept, draws=noise.DRAWS, together=together):
+            times = len(logits) // self.batch
+            self.tally.add(1, len(logits) * self.length * self.layers)
+            again = self._measured(rounding.last(logits), [range(self.batch)] * times)
+            found += [one - unchanged for one in again]
+        return torch.stack(found).cpu()
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[VariantRun]:
@@ -253,7 +294,10 @@ class VariantRuns:
             self._change = acted(lambda number, site: placed[number].acts[site], self.inputs)
         self.tally.add(1, self.batch * self.length * self.layers)
         self._measure = None
+        self.grain: float | None = None
+        self._idle: list[Tensor] = []
         if self.metric is not None:
+            self.grain = noise.grain(self.model, logits)
             examples = Examples(
                 model=self.model,
                 tokens=self.inputs["input_ids"],
@@ -268,11 +312,7 @@ class VariantRuns:
 
     def _passes(self, order: Sequence[int]) -> Iterator[list[int]]:
         """Variants that run together, in order: as many as their rows fit."""
-        most = self.max_rows
-        if most is None:
-            logits = 0 if self.stop else self._reference.logits[0].numel()
-            sizes = Sizes.of(self.model)
-            most = sizes.most_rows(positions=self.length, length=self.length, logits=logits)
+        most = self._most_rows - self.batch * self._idles
         some: list[int] = []
         rows = 0
         for number in order:
@@ -285,16 +325,33 @@ class VariantRuns:
         if some:
             yield some
 
+    @property
+    def _idles(self) -> bool:
+        """Whether a variant that changes nothing runs beside the others, to see what running together does."""
+        return self.grain is not None and self._most_rows >= 2 * self.batch
+
+    @property
+    def _most_rows(self) -> int:
+        """How many rows run together, at most."""
+        if self.max_rows is not None:
+            return self.max_rows
+        logits = 0 if self.stop else self._reference.logits[0].numel()
+        sizes = Sizes.of(self.model)
+        return sizes.most_rows(positions=self.length, length=self.length, logits=logits)
+
     def _together(self, some: Sequence[int]) -> Iterator[VariantRun]:
         """Variants as rows of one pass."""
         assert self.tower is not None
-        of = [self._examples(self.variants[number]) for number in some]
+        numbers, of = list(some), [self._examples(self.variants[number]) for number in some]
+        if self._idles:
+            numbers.append(len(self) + max(0, self._placed[some[0]].layer))
+            of.append(range(self.batch))
         ran = run_rows(
             self.model,
             self.tower,
             self._reference,
             self._placed,
-            [Row(number, one) for number, examples in zip(some, of) for one in examples],
+            [Row(number, one) for number, examples in zip(numbers, of) for one in examples],
             self._change,
             self.kept,
             start=0 if self.tally.plan == "wavefront" else None,
@@ -305,6 +362,8 @@ class VariantRuns:
         logits = [ran.logits] * len(of) if self.stop else ran.logits.split(sizes)
         values = {site: value.split(sizes) for site, value in ran.values.items()}
         measured = self._measured(ran.logits, of)
+        if self._idles:
+            self._idle.append(measured[-1] - self.base.measured)
         for place, number in enumerate(some):
             own = self._cache({site: parts[place] for site, parts in values.items()})
             yield VariantRun(number, logits[place], own, measured[place])
@@ -352,17 +411,10 @@ class VariantRuns:
             return [self._measure(*pair) for pair in zip(logits.split(sizes), rows)]
         return list(self._measure(logits, torch.cat(rows)).split(sizes))
 
-    def _place(self, variant: Variant, shared: Sequence[_Act]) -> _Placed:
+    def _acts_of(self, variant: Variant) -> list[_Act]:
         if variant.example is not None and not 0 <= variant.example < self.batch:
             raise IndexError(f"a variant is of example {variant.example}, and {self.batch} run.")
-        own = [act for item in variant.changes for act in _acts(self.model, item)]
-        layer = min((act.layer for act in own), default=self.layers - 1)
-        acts: dict[str, list[_Act]] = {}
-        for act in (*shared, *own):
-            # What all runs have in earlier blocks is in the stream that a row begins with.
-            if act.layer < 0 or act.layer >= layer:
-                acts.setdefault(act.site.canonical, []).append(act)
-        return _Placed(layer, acts)
+        return [act for item in variant.changes for act in _acts(self.model, item)]
 
     def _examples(self, variant: Variant) -> Sequence[int]:
         return range(self.batch) if variant.example is None else [variant.example]
@@ -394,6 +446,25 @@ class _Placed:
 
     layer: int
     acts: dict[str, list[_Act]]
+
+    @staticmethod
+    def of(
+        layer: int, own: Sequence[_Act], shared: Sequence[_Act] = (), *, earlier: bool = True
+    ) -> _Placed:
+        """A variant's own acts behind those of all.
+
+        Args:
+            layer: the first block it changes.
+            own: what it does.
+            shared: what all do.
+            earlier: whether it runs through the blocks before, too; else what all do there is in the stream that its
+                rows begin with.
+        """
+        acts: dict[str, list[_Act]] = {}
+        for act in (*shared, *own):
+            if earlier or act.layer < 0 or act.layer >= layer:
+                acts.setdefault(act.site.canonical, []).append(act)
+        return _Placed(layer, acts)
 
     @property
     def sites(self) -> tuple[str, ...]:
