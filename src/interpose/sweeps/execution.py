@@ -305,11 +305,7 @@ def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grai
     """How far each metric moves when both runs round otherwise, [precision, metric, draw, example]."""
     layers = len(task.tower.blocks)
     rounding = noise.Rounding(
-        model=task.model,
-        layers=layers,
-        grain=grain,
-        generator=torch.Generator(base.logits.device).manual_seed(0),
-        first=first,
+        model=task.model, layers=layers, grain=grain, device=base.logits.device, first=first
     )
     together = 1 if task.tally.plan == "one per cell" else _most_rows(task, base, 0) // base.batch
     found = []

@@ -8,7 +8,7 @@ rounding may make them, at random, and at the end the logits are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,7 @@ def blurred(value: Tensor, grain: float, generator: torch.Generator) -> Tensor:
     return (value.float() * (1 + grain * (part - 0.5))).to(value.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Rounding:
     """Runs that differ from one as it is in how they round, at random; always the same draws.
 
@@ -54,7 +54,7 @@ class Rounding:
         model: the model, in eval mode.
         layers: how many blocks it has.
         grain: how far its numbers are off, as a share of each.
-        generator: what draws.
+        device: where its numbers are.
         first: the position from which on the stream is blurred.
         hooks: what else is live in the runs.
     """
@@ -62,9 +62,13 @@ class Rounding:
     model: TransformerModel
     layers: int
     grain: float
-    generator: torch.Generator
+    device: torch.device
     first: int = 0
     hooks: Sequence[Any] = ()
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(0)
 
     def runs(
         self, inputs: Mapping[str, Tensor], kept: Kept | None, *, draws: int, together: int

@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 
 from interpose.engine.cache import Cache
-from interpose.engine.hook_calls import call_hook
-from interpose.engine.hooks import Hook, TorchHook, as_hook, skip
-from interpose.engine.points import HookPoint
 from interpose.errors import Cancelled, Unsupported
 from interpose.models.running.masks import remember
 from interpose.progress import Progress, ShowProgress
-from interpose.sites.tree import Site
 from interpose.sweeps import noise, prompts
 from interpose.sweeps.answers import Kept, only, others_look
 from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
 from interpose.sweeps.metrics import Examples, Measure, Metric, as_metric, function
 from interpose.sweeps.narrowing import Filled, Looks, looked_at
+from interpose.sweeps.placed import Placed, SiteAct, acts_of
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.proof import others_listen, prove, tower_of
 from interpose.sweeps.reference import refer, wanted_logits
@@ -187,23 +184,22 @@ class VariantRuns:
         self.tower = tower_of(model)
         self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
-        shared = [act for item in hooks for act in _acts(model, item)]
+        shared = [act for item in hooks for act in acts_of(model, item)]
         own = list(map(self._acts_of, self.variants))
-        last = self.layers - 1
-        firsts = [min((act.layer for act in acts), default=last) for acts in own]
-        cells = [_Placed.of(*pair) for pair in zip(firsts, own)]
+        firsts = [min((act.layer for act in acts), default=self.layers - 1) for acts in own]
+        cells = [Placed.of(*pair) for pair in zip(firsts, own)]
         plan, why = plan_of(model, cells, "auto", prove(model))
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
         self.tally = Tally(plan=plan, why=why)
-        self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
+        self.tally.one_per_cell = sum(map(len, map(self._examples, range(len(self))))) * (
             self.length * self.layers
         )
         # Behind the variants stand those that change nothing, and begin at each layer.
         own, firsts = [*own, *[[]] * self.layers], [*firsts, *range(self.layers)]
         earlier = plan != "wavefront"
-        self._placed = [_Placed.of(*pair, shared, earlier=earlier) for pair in zip(firsts, own)]
+        self._placed = [Placed.of(*pair, shared, earlier=earlier) for pair in zip(firsts, own)]
         self._looks: Looks | None = None
         self._idle: list[Tensor] = []
         with torch.no_grad():
@@ -222,19 +218,16 @@ class VariantRuns:
 
         Ended by `progress`, it gives the variants that are done, and NaN for the others, as the `Cancelled`'s result.
         """
-        self._must_measure()
+        if self.metric is None:
+            raise ValueError("there is no metric: give metric=... to run_variants.")
         found = self.base.measured.new_full((len(self), self.batch), torch.nan)
         try:
             for run in self._all(shows=False):
-                found[run.number, self._examples(self.variants[run.number])] = run.measured
+                found[run.number, self._examples(run.number)] = run.measured
         except Cancelled as error:
             error.result = found.cpu()
             raise
         return found.cpu()
-
-    def _must_measure(self) -> None:
-        if self.metric is None:
-            raise ValueError("there is no metric: give metric=... to run_variants.")
 
     @torch.no_grad()
     def noise(self) -> Tensor:
@@ -243,20 +236,18 @@ class VariantRuns:
         The first is of variants that change nothing and ran beside the others until now: the one that moved furthest.
         The others are the run as it is with numbers that are off by as much as one rounding may make them.
         """
-        self._must_measure()
-        if self.grain is None or self.tower is None:
-            return torch.zeros(0, self.batch, device="cpu")
         unchanged = self.base.measured
+        if self.grain is None or self.tower is None:  # nor is there any without a metric
+            return torch.zeros(0, self.batch, device="cpu")
         rounding = noise.Rounding(
             model=self.model,
             layers=self.layers,
             grain=self.grain,
-            generator=torch.Generator(unchanged.device).manual_seed(0),
+            device=unchanged.device,
             hooks=self._hooks,
         )
-        together = self._most_rows // self.batch
-        if self._hooks or self.tally.plan == "one per cell":  # hooks may be of so many rows
-            together = 1
+        alone = self._hooks or self.tally.plan == "one per cell"  # hooks may be of so many rows
+        together = 1 if alone else self._most_rows // self.batch
         still = [torch.zeros_like(unchanged), *self._idle]
         found = [max(still, key=lambda moved: float(moved.mean().abs().nan_to_num()))]
         for logits in rounding.runs(self.inputs, self.kept, draws=noise.DRAWS, together=together):
@@ -278,11 +269,11 @@ class VariantRuns:
         )
         together = self.tally.plan != "one per cell"
         self._looks = None if shows else self._looked_at(order)
-        with _opened(self.progress, sum(len(self._examples(one)) for one in self.variants)) as bar:
+        with _opened(self.progress, sum(map(len, map(self._examples, order)))) as bar:
             for some in self._passes(order) if together else ([number] for number in order):
                 for run in self._together(some) if together else [self._alone(some[0])]:
                     yield run if shows else run._replace(logits=run.logits.new_empty(0, 0, 0))
-                    bar.step(len(self._examples(self.variants[run.number])))
+                    bar.step(len(self._examples(run.number)))
 
     def _begin(
         self, numbers: Sequence[int] | None, total: int | None, clean: Tensor | None
@@ -327,7 +318,7 @@ class VariantRuns:
         some: list[int] = []
         rows = 0
         for number in order:
-            more = len(self._examples(self.variants[number]))
+            more = len(self._examples(number))
             if some and rows + more > most:
                 yield some
                 some, rows = [], 0
@@ -363,7 +354,7 @@ class VariantRuns:
         if others_look(self.model, sites):
             return None
         tried = [order[len(order) // 2], order[-1]]
-        of = [len(self._examples(self.variants[number])) for number in tried]
+        of = [len(self._examples(number)) for number in tried]
         logits = self._rows(tried, None).logits
         found = looked_at(self.metric.of, [self.base.logits, *logits.split(of)])
         if found is not None and (prove(self.model).answers or logits.dtype.itemsize == 2):
@@ -381,7 +372,7 @@ class VariantRuns:
                 self.tower,
                 self._reference,
                 self._placed,
-                [Row(number, example) for number in some for example in self._examples_of(number)],
+                [Row(number, example) for number in some for example in self._examples(number)],
                 self._change,
                 kept,
                 start=0 if self.tally.plan == "wavefront" else None,
@@ -394,7 +385,7 @@ class VariantRuns:
         """Variants of one pass."""
         if self._idles:
             some = [*some, len(self) + max(0, self._placed[some[0]].layer)]
-        of = list(map(self._examples_of, some))
+        of = list(map(self._examples, some))
         ran, measure = self._rows(some, self._looks), self._measure
         if self._looks is not None:
             assert self.metric is not None
@@ -419,7 +410,7 @@ class VariantRuns:
     def _alone(self, number: int) -> VariantRun:
         """One variant, by itself."""
         variant = self.variants[number]
-        examples = self._examples(variant)
+        examples = self._examples(number)
         given = {name: value[examples] for name, value in self.inputs.items()}
         logits, cache = self._whole(given, [*self._hooks, *variant.changes])
         self.tally.add(1, len(examples) * self.length * self.layers)
@@ -461,78 +452,15 @@ class VariantRuns:
             return [measure(*pair) for pair in zip(logits.split(sizes), rows)]
         return list(measure(logits, torch.cat(rows)).split(sizes))
 
-    def _acts_of(self, variant: Variant) -> list[_Act]:
+    def _acts_of(self, variant: Variant) -> list[SiteAct]:
         if variant.example is not None and not 0 <= variant.example < self.batch:
             raise IndexError(f"a variant is of example {variant.example}, and {self.batch} run.")
-        return [act for item in variant.changes for act in _acts(self.model, item)]
+        return [act for item in variant.changes for act in acts_of(self.model, item)]
 
-    def _examples_of(self, number: int) -> Sequence[int]:
-        """Those of a variant, or all of one that changes nothing."""
-        return self._examples(self.variants[number]) if number < len(self) else range(self.batch)
-
-    def _examples(self, variant: Variant) -> Sequence[int]:
-        return range(self.batch) if variant.example is None else [variant.example]
-
-
-# Variants whose sites are known.
-
-
-@dataclass(frozen=True, slots=True)
-class _Act:
-    """What is done at a site."""
-
-    hook: Hook
-    site: Site
-
-    @property
-    def layer(self) -> int:
-        return -1 if self.site.layer is None else self.site.layer
-
-    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
-        hook.name, hook.part = self.site.name, self.site.part
-        made: Tensor | None = call_hook(self.hook, self.hook.on_value, value, hook)
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A variant whose sites are known: the first block it changes, and what it does by site."""
-
-    layer: int
-    acts: dict[str, list[_Act]]
-
-    @staticmethod
-    def of(
-        layer: int, own: Sequence[_Act], shared: Sequence[_Act] = (), *, earlier: bool = True
-    ) -> _Placed:
-        """A variant's own acts behind those of all.
-
-        Args:
-            layer: the first block it changes.
-            own: what it does.
-            shared: what all do.
-            earlier: whether it runs through the blocks before, too; else what all do there is in the stream that its
-                rows begin with.
-        """
-        acts: dict[str, list[_Act]] = {}
-        for act in (*shared, *own):
-            if earlier or act.layer < 0 or act.layer >= layer:
-                acts.setdefault(act.site.canonical, []).append(act)
-        return _Placed(layer, acts)
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return tuple(self.acts)
-
-
-def _acts(model: TransformerModel, item: Any) -> list[_Act]:
-    hook = as_hook(item)
-    if isinstance(hook, (skip, TorchHook)) or "fwd" not in hook.directions():
-        raise TypeError(
-            f"a variant changes values: give edits, or pairs (site, function); got {hook!r}."
-        )
-    wanted: Any = vars(hook).get("site")
-    return [_Act(hook, site) for site, _ in model.select(wanted)] if hook.enabled else []
+    def _examples(self, number: int) -> Sequence[int]:
+        """Those of a variant; all of one that changes nothing."""
+        one = self.variants[number].example if number < len(self) else None
+        return range(self.batch) if one is None else [one]
 
 
 def _opened(progress: ShowProgress | Progress, total: int) -> AbstractContextManager[Progress]:
