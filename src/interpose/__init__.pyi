@@ -155,6 +155,7 @@ from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
+from interpose.store.foreign.importing import import_activations as import_activations
 from interpose.store.listing import StoreList as StoreList, list_stores as list_stores
 from interpose.store.info import StoreInfo as StoreInfo
 
