@@ -207,6 +207,7 @@ from interpose.errors import (
     SiteNotFound as SiteNotFound,
     StaleValue as StaleValue,
     Unsupported as Unsupported,
+    WorkerDied as WorkerDied,
 )
 
 __version__: str

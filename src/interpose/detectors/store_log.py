@@ -17,10 +17,11 @@ from interpose.edits.edit import Edit
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.errors import FileError
+from interpose.jobs.job import live_hooks
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
 from interpose.store.filling import _Segment as UnfinishedSegment
-from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _live, _said
+from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _said
 from interpose.store.records import About, Plan, StoredSite, TextsAbout
 from interpose.store.rows import Row, row_length
 from interpose.store.sources import Shard
@@ -82,7 +83,7 @@ class StoreLog(Collector):
             self._tokens = [row[text].tolist() for row, text in zip(tokens, real)]
         if self._model is None:
             self._model = hook.model
-            live = _live(self._model, (), "local")
+            live = live_hooks(self._model)
             self._hooks = [one for one in live if not isinstance(one, Detector)]
         with torch.inference_mode(False), torch.no_grad():
             kept = value[real.to(value.device)].to("cpu", self.dtype or value.dtype, copy=True)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 import interpose
 from interpose.edits.edit import Edit
 from interpose.edits.saving import save_edits
-from interpose.engine.hooks import Engine, Hook, all_hooks
+from interpose.engine.hooks import Detector, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
 from interpose.files.reading import read_bytes
 from interpose.files.writing import create_whole
-from interpose.jobs.job import Worker, run
+from interpose.jobs.job import Worker, gpus_of, live_hooks, must_be_engine, must_travel, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
 from interpose.models.transformer import TransformerModel
@@ -44,7 +45,6 @@ from interpose.store.rows import row_length, texts_of, tokens_a_text
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
-from interpose.taps.context import current
 
 SEGMENT = 2**28
 """How many bytes a segment has, about, all sites together."""
@@ -100,6 +100,7 @@ def harvest(
         workers: how many processes hold the model, with ``ray``.
         progress: as in `sweep`; it counts tokens.
     """
+    must_be_engine(engine, workers)
     name = model if isinstance(model, str) else None
     model = load(model) if isinstance(model, str) else model
     must_read_text(model)
@@ -107,8 +108,12 @@ def harvest(
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
         )
-    live = _live(model, hooks, engine)
-    vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
+    given = all_hooks(hooks, (), ())
+    if engine != "local":
+        must_travel(model, "Give them as hooks=[...].")
+        _must_not_keep(given)
+    live = [*live_hooks(model), *given]
+    vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
     folder = Path(store).absolute()
     there = _about_there(folder)
@@ -139,6 +144,8 @@ def harvest(
     about = _begin(folder, about, there, edits)
     if tokens is not None and source.count is not None:
         _must_have_room(folder, about, tokens * source.count)
+    if name is not None and engine != "local":
+        model.root.to("cpu")  # workers load their own, and may need the place
     job = Harvest(folder, about, source, vectors, part=part, name=name)
     total = None if tokens is None or source.count is None else round(tokens * source.count)
     with Progress(progress, total, "token") as bar:
@@ -188,9 +195,44 @@ class Harvest:
         """Whether somebody has committed it by now."""
         return (self.folder / COMMITS / commit_name(shard.number)).exists()
 
+    def said(self, shard: Shard) -> str:
+        """What errors call it."""
+        return (
+            f"segment {shard.number} (texts {shard.first} to {shard.first + len(shard.items) - 1})"
+        )
+
+    def gpus(self) -> int | None:
+        """How many GPUs a worker takes: as the model does here, or one where each loads its own."""
+        return None if self.name else gpus_of(self.vectors.model.root)
+
+    def accept(self, shard: Shard, made: None) -> None:
+        """Nothing: what was made is in the store."""
+
     def worker(self) -> Worker[Shard]:
         """What makes segments, in this process."""
+        if not (self.folder / ABOUT).exists():
+            raise FileError(
+                f"a worker on {socket.gethostname()!r} does not see {str(self.folder)!r}. All machines of a cluster "
+                "need a folder that they share."
+            )
         return SegmentMaker(self.folder, self.about, self.vectors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes are sent: no texts, which come with each shard, and no model that has a name."""
+        state = {**vars(self), "source": None}
+        return {**state, "vectors": None, "given": self.vectors.given} if self.name else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = state.pop("given", None)
+        vars(self).update(state)
+        if self.name:
+            model = load(self.name)
+            if fingerprint.of_model(model) != self.about.model:
+                raise FileError(
+                    f"{self.name!r} is another model on {socket.gethostname()!r} than where the harvest began. Put the "
+                    "same files there, or load the model first and give it instead of its name."
+                )
+            self.vectors = Vectors(model, **given)
 
 
 def _about_there(folder: Path) -> About | None:
@@ -236,18 +278,13 @@ def _hash_of(edits: list[Edit]) -> str | None:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _live(model: TransformerModel, hooks: Iterable[Any], engine: str) -> list[Hook]:
-    """Every hook that changes values while the harvest runs, in order."""
-    standing = [handle.hook for handle in model.list_hooks() if handle.hook.enabled]
-    scopes = [one for one in current().scopes if getattr(one, "model", None) is model]
-    around = [binding.hook for scope in scopes for binding in getattr(scope, "bindings", ())]
-    around = [hook for hook in around if not isinstance(hook, Engine) and hook.enabled]
-    if engine != "local" and (standing or around):
-        raise Unsupported(
-            "hooks that are on the model stay in this process, and with engine='ray' others run it. Give them as "
-            "hooks=[...]."
-        )
-    return [*standing, *around, *all_hooks(hooks, (), ())]
+def _must_not_keep(hooks: Iterable[Hook]) -> None:
+    """Refuse hooks whose finds would stay in other processes."""
+    for hook in hooks:
+        if isinstance(hook, Detector):
+            raise Unsupported(
+                f"with engine='ray', {hook.label} would keep what it finds in other processes. Look at the store."
+            )
 
 
 def _said(hook: Hook) -> str:
