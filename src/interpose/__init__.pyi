@@ -155,6 +155,8 @@ from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
+from interpose.store.listing import StoreList as StoreList, list_stores as list_stores
+from interpose.store.info import StoreInfo as StoreInfo
 
 # Detectors that keep what they find
 from interpose.detectors.activation_log import ActivationLog as ActivationLog
@@ -184,6 +186,9 @@ from interpose.sae.topk import (
     MatryoshkaSAE as MatryoshkaSAE,
     TopKSAE as TopKSAE,
 )
+from interpose.sae.training.recipe import SAERecipe as SAERecipe
+from interpose.sae.training.result import SAETraining as SAETraining
+from interpose.sae.training.train import train_sae as train_sae
 
 # Results
 from interpose.results.bootstrap import Interval as Interval

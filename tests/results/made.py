@@ -134,6 +134,9 @@ MADE: dict[str, Callable[[], ip.Result]] = {
         net(), [images()], ["0", "3"], **QUIET
     ),
     "ShapeLog": shapes,
+    "SAETraining": lambda: ip.train_sae(
+        torch.randn(64, 4), ip.TopKSAE(4, 8, k=2), steps=3, batch_size=16, device="cpu", **QUIET
+    ),
 }
 
 

@@ -91,11 +91,8 @@ def attention_knockout(
         for batch in batches:
             edges = [_edges(batch, query, one) for one in ([key] if keys is None else keys)]
             cuts = _Cuts(windows, edges, seeing)
-            every.append(
-                ip.run_variants(
-                    model, batch, cuts.variants, metric=metric, max_rows=max_rows, progress=False
-                )
-            )
+            more = {"metric": metric, "return_type": None, "max_rows": max_rows}
+            every.append(ip.run_variants(model, batch, cuts.variants, **more, progress=False))
             every[-1].tally.one_per_cell -= cuts.idle * batch.clean.numel() * len(model.blocks)
             for row, number, effect in cuts.effects(every[-1]):
                 each[row, number, list(batch.numbers)] = effect.cpu()

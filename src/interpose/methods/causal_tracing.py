@@ -170,6 +170,7 @@ class _Trace:
             dataclasses.replace(self.text, clean=same, numbers=numbers),
             variants,
             metric=self.metric,
+            return_type=None,
             clean_logits=self.logits.expand(count, -1, -1),
             hooks=[("hook_embed", blur)],
             **more,

@@ -153,7 +153,7 @@ class _Paths:
             heard = self._run(variants, max_rows, names_filter=kinds, return_type=None)
             told = {run.number: self._told(senders[run.number][0], run.cache) for run in heard}
             variants = [told[number] for number in range(len(senders))]
-        runs = self._run(variants, max_rows, metric=self.metric)
+        runs = self._run(variants, max_rows, metric=self.metric, return_type=None)
         corrupt = self.batch.measure(self.metric, runs.base.logits)(self.logits)
         self.ends = [runs.base.measured, corrupt]
         for run in runs:

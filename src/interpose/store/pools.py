@@ -74,10 +74,7 @@ class PooledBatches(Iterator[ActivationBatch]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is at least 1; got {batch_size}.")
-        if not 0 <= part[0] < part[1]:
-            raise ValueError(
-                f"part is a number and how many there are, such as (0, 4); got {part}."
-            )
+        must_be_part(part)
         self._pools = pools
         self.batch_size = batch_size
         self._shuffle = shuffle
@@ -175,6 +172,12 @@ def _inside(pos: Tensor, where: slice) -> Tensor:
         raise ValueError(f"pos counts from the front of a row here; got {where}.")
     found = (pos >= start) & ((pos - start) % step == 0)
     return found if stop is None else found & (pos < stop)
+
+
+def must_be_part(part: tuple[int, int]) -> None:
+    """Refuse what is not one of so many parts."""
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(f"part is a number and how many there are, such as (0, 4); got {part}.")
 
 
 def generator(*seeds: int) -> torch.Generator:

@@ -16,12 +16,12 @@ from torch import Tensor
 from interpose.engine.cache import Cache
 from interpose.errors import FileError, SiteNotFound
 from interpose.explain.words import nearest, some
-from interpose.files.reading import read_bytes
 from interpose.models.transformer import TransformerModel
 from interpose.monitors.statistics import ActivationStatistics, Summary, finished
 from interpose.names import Speller
 from interpose.render.text import human_bytes, table
 from interpose.store import fingerprint
+from interpose.store.info import StoreInfo
 from interpose.store.pools import POOL, PooledBatches
 from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
@@ -58,7 +58,7 @@ def open_store(path: str | Path, *, verify: bool = True) -> Store:
         raise FileNotFoundError(
             f"there is no store in {str(path)!r}: it has no {ABOUT}. ip.harvest(..., store=...) makes one."
         )
-    about = About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+    about = About.read(file)
     return Store(folder, about, verify=verify)
 
 
@@ -84,8 +84,7 @@ class Store(Sequence[Cache]):
         for file in sorted((self.path / COMMITS).glob("*.json")):
             if file.name.startswith("."):
                 continue
-            text = read_bytes(file).decode("utf-8", "replace")
-            commit = Commit.from_json(text, repr(str(file)))
+            commit = Commit.read(file)
             before = known.get(commit.segment)
             if before is None or before.commit != commit:
                 folder = self.path / SEGMENTS / commit.folder
@@ -347,6 +346,18 @@ class Store(Sequence[Cache]):
                 shutil.rmtree(segment.folder, ignore_errors=True)
         self.refresh()
         return gone
+
+    def info(self) -> StoreInfo:
+        """What it holds, and what it was made of: model, texts, hooks, versions."""
+        counts = {
+            "rows": len(self),
+            "tokens": self.tokens,
+            "vectors": self.vectors,
+            "nbytes": self.nbytes,
+            "segments": len(self.segments),
+            "complete": self.complete,
+        }
+        return StoreInfo.of(str(self.path), self.about, counts)
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "not complete"
