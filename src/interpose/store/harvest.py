@@ -142,10 +142,7 @@ def begin(
     _must_be_ready(model)
     must_be_part(part)
     given = all_hooks(hooks, (), ())
-    if engine != "local":
-        must_travel(model, "Give them as hooks=[...].")
-        _must_not_keep(given)
-    live = [*live_hooks(model), *given]
+    live = _live(model, given, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
     folder = Path(store).absolute()
@@ -185,8 +182,6 @@ def begin(
         done = open_store(folder).commits
         left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
         left.must_fit(folder)
-    if name is not None and engine != "local":
-        model.root.to("cpu")  # workers load their own, and may need the place
     job = Harvest(folder, about, source, vectors, part=part, name=name)
     return Begun(job, expected, left)
 
@@ -205,6 +200,8 @@ class Begun:
         """Do what is left."""
         folder = self.job.folder
         total = None if self.left is None else self.left.tokens
+        if self.job.name is not None and engine != "local":
+            self.job.vectors.model.root.to("cpu")  # workers load their own, and may need the place
         try:
             with Progress(progress, total, "token", note=self._note) as bar:
                 run(self.job, engine=engine, workers=workers, step=bar.step)
@@ -358,13 +355,16 @@ def _hash_of(edits: list[Edit]) -> str | None:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _must_not_keep(hooks: Iterable[Hook]) -> None:
-    """Refuse hooks whose finds would stay in other processes."""
-    for hook in hooks:
-        if isinstance(hook, Detector):
-            raise Unsupported(
-                f"with engine='ray', {hook.label} would keep what it finds in other processes. Look at the store."
-            )
+def _live(model: TransformerModel, given: Iterable[Hook], engine: str) -> list[Hook]:
+    """Every hook that changes values while the harvest runs, in order; none that others would not have."""
+    if engine != "local":
+        must_travel(model, "Give them as hooks=[...].")
+        for hook in given:
+            if isinstance(hook, Detector):
+                raise Unsupported(
+                    f"with engine='ray', {hook.label} would keep what it finds in other processes. Look at the store."
+                )
+    return [*live_hooks(model), *given]
 
 
 def _said(hook: Hook) -> str:
