@@ -40,6 +40,7 @@ LAYERS = [
     "store",
     "detectors",
     "sae",
+    "concepts",
     "experiments",
     "cli",
     "dialects",

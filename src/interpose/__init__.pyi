@@ -190,6 +190,15 @@ from interpose.sae.training.recipe import SAERecipe as SAERecipe
 from interpose.sae.training.result import SAETraining as SAETraining
 from interpose.sae.training.train import train_sae as train_sae
 
+# What units respond to
+from interpose.concepts.features import features as features
+from interpose.concepts.labelling import (
+    label_features as label_features,
+    score_labels as score_labels,
+)
+from interpose.concepts.naming import Concepts as Concepts
+from interpose.concepts.report import Features as Features
+
 # Results
 from interpose.results.bootstrap import Interval as Interval
 from interpose.results.loading import load_result as load_result

@@ -47,17 +47,18 @@ def some_edges(graph: Graph, share: float, seed: int) -> Tensor:
 
 
 def every_logit(model: Any, clean: Tensor, corrupt: Tensor, kept: list[Tensor]) -> list[Tensor]:
-    """The last logits of each circuit's run, through the public function and a metric for each token."""
-    graph = wiring(model).graph
+    """The last logits of each circuit's run, through the public function and a metric that keeps what it sees."""
     seen: list[Tensor] = []
 
     def metric(logits: Tensor) -> Tensor:
         seen.append(logits[:, -1])
         return logits[:, -1, 5]
 
-    circuits = [circuit_of(graph, one) for one in kept]
-    ip.faithfulness(model, clean, corrupt, metric=metric, circuits=circuits)
-    return seen[2:]
+    circuits = [circuit_of(wiring(model).graph, one) for one in kept]
+    found = ip.faithfulness(
+        model, clean, corrupt, metric=metric, circuits=circuits, max_rows=2 * len(clean)
+    )
+    return [next(one for one in seen if torch.equal(one[:, 5], row)) for row in found.each]
 
 
 def lead(logits: Tensor) -> Tensor:
@@ -205,7 +206,29 @@ def test_texts_in_any_batches_give_the_same() -> None:
     ]
     torch.testing.assert_close(curves[0].each, curves[1].each, atol=1e-3, rtol=1e-3)
     assert [curve.protocol["forwards"] for curve in curves] == [8, 4]
+    assert all(curve.protocol["plan"].startswith("wavefront, ") for curve in curves)
     assert curves[0].each.shape == (2, 4)
+
+
+def test_a_curve_that_is_ended_keeps_the_circuits_that_are_done() -> None:
+    model, (clean, corrupt) = model_of("gpt2"), pair()
+    scores = ip.edge_attribution(model, clean, corrupt, metric=METRIC)
+    options: dict[str, Any] = {"metric": METRIC, "scores": scores, "sizes": [20, 60, 100]}
+    whole = ip.faithfulness(model, clean, corrupt, batch_size=1, **options)
+    told: list[int] = []
+
+    def stop(done: int, total: int | None) -> bool:
+        told.append(done)
+        assert total == 6
+        return done < 4
+
+    with pytest.raises(ip.Cancelled, match="ended after row 4 of 6") as caught:
+        ip.faithfulness(model, clean, corrupt, batch_size=1, progress=stop, **options)
+    some = caught.value.result
+    done = ~some.each.isnan()
+    assert done.sum() == told[-1] == 4
+    torch.testing.assert_close(some.each[done], whole.each[done])
+    assert not some.values.isnan().any()
 
 
 def test_areas_are_those_of_the_curve() -> None:
