@@ -153,6 +153,7 @@ from interpose.monitors.statistics import (
 from interpose.activations import ActivationBatch as ActivationBatch
 from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
+from interpose.store.sizes import harvest_sizes as harvest_sizes
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
 from interpose.store.listing import StoreList as StoreList, list_stores as list_stores
