@@ -156,6 +156,7 @@ from interpose.store.harvest import harvest as harvest
 from interpose.store.sizes import harvest_sizes as harvest_sizes
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
+from interpose.store.foreign.importing import import_activations as import_activations
 from interpose.store.listing import StoreList as StoreList, list_stores as list_stores
 from interpose.store.info import StoreInfo as StoreInfo
 
@@ -174,6 +175,7 @@ from interpose.detectors.top_activating import TopActivating as TopActivating
 from interpose.sae.attaching import Attached as Attached
 from interpose.sae.codes import Codes as Codes
 from interpose.sae.crosscoder import CrossCoder as CrossCoder
+from interpose.sae.evaluation import SAEEvaluation as SAEEvaluation, evaluate_sae as evaluate_sae
 from interpose.sae.matching_pursuit import MatchingPursuitSAE as MatchingPursuitSAE
 from interpose.sae.relu import (
     GatedSAE as GatedSAE,

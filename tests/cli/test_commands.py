@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ import interpose as ip
 from interpose.cli.main import app, main
 from interpose.models.proofs.report import Finding, Report
 from tests.pages import loads_nothing
+from tests.store.cached import as_mi_crow
 
 COMMANDS = [
     "demo",
@@ -62,8 +65,12 @@ def arguments(command: str, folder: Path) -> list[str]:
         words += ["--store", "there", "--device", "cpu"]
         if command == "harvest":
             return words
+        if command == "store import":
+            as_mi_crow(folder / "run", {"layer": [torch.ones(2, 4)]}, batch=1)
+            return [*command.split(), "run", "--store", "there"]
         assert asked(*words).exit_code == 0
-        return [*command.split(), *([] if command == "store ls" else ["there"])]
+        more = {"store ls": [], "store export": ["there", "out", "--format", "npy"]}
+        return [*command.split(), *more.get(command, ["there"])]
     given = {
         "demo": [],
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
@@ -126,6 +133,7 @@ def test_files_are_written_and_printed_alike(
     assert len({len(row) for row in rows}) == 1
     loads_nothing(made["html"])
     assert made["html"].startswith("<!doctype html>")
+    shutil.rmtree("out", ignore_errors=True)
     printed = asked(*words, "--csv", "-")
     assert printed.exit_code == 0
     assert printed.stdout == made["csv"]  # nothing else is printed
@@ -150,6 +158,7 @@ def test_python_prints_a_script_that_does_the_same(
         )
         return
     exec(script.stdout, {})
+    shutil.rmtree("out", ignore_errors=True)
     printed = capsys.readouterr().out
     if command not in ("demo", "store verify"):  # the script of one is short, the other is silent
         assert asked(*words).stdout.rstrip() == printed.rstrip()

@@ -138,6 +138,9 @@ MADE: dict[str, Callable[[], ip.Result]] = {
         net(), [images()], ["0", "3"], **QUIET
     ),
     "ShapeLog": shapes,
+    "SAEEvaluation": lambda: ip.evaluate_sae(
+        list(ENDS), ip.TopKSAE(192, 16, k=2), ("resid_post", 3), model=pocket(), **QUIET
+    ),
     "SAETraining": lambda: ip.train_sae(
         torch.randn(64, 4), ip.TopKSAE(4, 8, k=2), steps=3, batch_size=16, device="cpu", **QUIET
     ),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import work_of
+from interpose.methods.batches import floor_of, work_of
 from interpose.methods.layers import Layers, around, chosen_layers, heads_of, sites_in
 from interpose.models.selection import Some, entries
 from interpose.progress import Progress, ShowProgress
@@ -97,6 +97,7 @@ def attention_knockout(
             for row, number, effect in cuts.effects(every[-1]):
                 each[row, number, list(batch.numbers)] = effect.cpu()
                 advance.step(len(batch))
+    noise_floor = floor_of(every, advance)
     clean = torch.cat([runs.base.measured for runs in every])
     said = {
         "metric": ip.metrics.label(metric),
@@ -113,6 +114,7 @@ def attention_knockout(
         protocol=said,
         evidence=_EVIDENCE,
         tokens=batches[0].str_tokens,
+        noise_floor=noise_floor,
     )
     return advance.whole(found)
 

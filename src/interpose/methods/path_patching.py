@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import work_of
+from interpose.methods.batches import floor_of, work_of
 from interpose.methods.layers import heads_of
 from interpose.progress import Progress, ShowProgress
 
@@ -103,6 +103,7 @@ def path_patching(
         axes = {"layer": list(layers), "head": list(range(count))}
         each = each.unflatten(0, (len(layers), count))
     whole = [tokens for paths in done for tokens in (paths.batch.clean, paths.batch.corrupt)]
+    noise_floor = floor_of([paths.runs[-1] for paths in done], advance)
     found = ip.Scores.averaged(
         each,
         title=f"Path patching: heads to {'heads' if hearing else 'the logits'}",
@@ -117,6 +118,7 @@ def path_patching(
             **work_of([runs for paths in done for runs in paths.runs], *whole),
         },
         evidence=_EVIDENCE,
+        noise_floor=noise_floor,
     )
     return advance.whole(found)
 
