@@ -76,7 +76,7 @@ MADE: dict[str, dict[str, Any]] = {
                           "b_enc": B_ENC, "b_dec": B_DEC},
     },
 }  # fmt: skip
-"""Layouts of others, as `test_files.py` has them."""
+"""Layouts of others, as `sae/test_files.py` has them."""
 LAYOUTS = [*MADE, *(f"saelens/{folder.name}" for folder in sorted(SAELENS.iterdir()))]
 
 
