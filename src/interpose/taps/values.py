@@ -244,8 +244,7 @@ def check_supported(value: Tensor, name: str) -> None:
         )
     if is_shard(value):
         raise Unsupported(
-            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is "
-            "whole, or run the model unsharded."
+            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is whole."
         )
 
 

@@ -18,6 +18,7 @@ from interpose.models.discovery.anatomy import (
 )
 from interpose.models.discovery.parts import why_not_plain
 from interpose.models.naming.axes import Axes, Layout, Rows
+from interpose.models.naming.spread import withhold
 from interpose.models.reach.derived import ExpertOutputs, HeadInputs, HeadResults, NormScale
 from interpose.models.reach.inner import Core, FunctionPoint, InnerPoint, Reach
 from interpose.models.reach.interface import Interface
@@ -25,7 +26,6 @@ from interpose.models.reach.lenses import Batched, Folded, Heads, Stash, Swapped
 from interpose.sites.grammar import OUTPUT, Tail
 from interpose.sites.lens import Lens, Switch
 from interpose.sites.tree import Site
-from interpose.taps.values import is_shard
 
 STREAM = ("batch", "pos", "d_model")
 HEADS = ("batch", "pos", "head", "d_head")
@@ -83,8 +83,6 @@ _NO_OWN = "no projection of this layer's own makes its {}"
 _INDIRECT = "the projection that makes its {} does not read the stream itself"
 _BY_NAME = "; told by its name alone, so model.check() before you rely on it"
 _MIXTURE = "this layer is a mixture of experts, each with neurons of its own"
-_WHOLE = ("hook_in", "hook_out")
-_SPREAD = "its weights are spread over processes (tensor parallel), each with some of its heads or neurons"
 _INSIDE_ATTENTION = (
     *("q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "result", "out"),
 )
@@ -198,11 +196,12 @@ class Table:
                 self._add(f"{prefix}hook_{kind}", endpoint, STREAM, named=kind.endswith("_in"))
             for attention in block.attentions:
                 self._attention(prefix, block, attention)
-                self._withhold(f"{prefix}{attention.name}.", attention.core)
+                at = f"{prefix}{attention.name}."
+                withhold(self.sites, self.absent, at, attention.core)
             if block.mlp is not None:
                 self._mlp(f"{prefix}mlp.", block.mlp)
-                if block.mlp.down is not None:
-                    self._withhold(f"{prefix}mlp.", block.mlp.down.module)
+                if (down := block.mlp.down) is not None:
+                    withhold(self.sites, self.absent, f"{prefix}mlp.", down.module)
             for name, norm in block.norms.items():
                 self._norm(f"{prefix}{name}.", norm)
             if not block.attentions:
@@ -216,15 +215,6 @@ class Table:
             if f"{tower.prefix}ln_final.hook_{kind}" not in self.sites:
                 reason = "no norm reads the last block's output"
                 self.absent.setdefault(f"{tower.prefix}ln_final.hook_{kind}", reason)
-
-    def _withhold(self, at: str, part: nn.Module) -> None:
-        """Offer nothing that lies inside a part of which each process has some heads or neurons."""
-        if any(is_shard(weight) for weight in part.parameters()):
-            known = [*self.sites, *self.absent]
-            inside = [n for n in known if n.startswith(at) and not n.endswith(_WHOLE)]
-            for name in inside:
-                self.sites.pop(name, None)
-            self.absent |= dict.fromkeys(inside, _SPREAD)
 
     def _undecided(self, prefix: str, block: Block) -> None:
         """Offer a block's input and output, and say of the rest why it is not there."""
