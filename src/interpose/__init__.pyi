@@ -38,12 +38,14 @@ from interpose.edits.basic import (
     scale as scale,
     zero as zero,
 )
+from interpose.edits.conditions import when as when
 from interpose.edits.edit import Edit as Edit
 from interpose.edits.other_values import mean as mean, patch as patch, resample as resample
 from interpose.edits.saving import load_edits as load_edits, save_edits as save_edits
 from interpose.edits.selector import at as at
 from interpose.edits.subspace import (
     Rotation as Rotation,
+    add_keeping_norm as add_keeping_norm,
     project_cap as project_cap,
     project_out as project_out,
     rotate as rotate,
