@@ -187,6 +187,13 @@ from interpose.sae.topk import (
     TopKSAE as TopKSAE,
 )
 
+# Steering
+from interpose.steering.finding import steering_vector as steering_vector
+from interpose.steering.side_by_side import SideBySide as SideBySide, side_by_side as side_by_side
+from interpose.steering.steer import SteeringCurve as SteeringCurve, steer as steer
+from interpose.steering.vector import SteeringVector as SteeringVector
+from interpose.steering.written import written as written
+
 # Results
 from interpose.results.bootstrap import Interval as Interval
 from interpose.results.loading import load_result as load_result
