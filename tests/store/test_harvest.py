@@ -306,10 +306,10 @@ def test_a_harvest_that_was_ended_goes_on_and_makes_the_same_bytes(
     assert bytes_of(tmp_path / "ended") == bytes_of(tmp_path / "whole")
 
 
-def killing(folder: Path, kills: int, seed: int) -> None:
+def killing(folder: Path, kills: int, *arguments: str) -> None:
     """A script that kills harvests; see there."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.store.killing", str(folder), str(kills), str(seed)],
+        [sys.executable, "-m", "tests.store.killing", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -325,12 +325,16 @@ def killing(folder: Path, kills: int, seed: int) -> None:
 
 
 def test_ten_kills_leave_the_bytes_of_a_harvest_that_nobody_killed(tmp_path: Path) -> None:
-    killing(tmp_path, 10, seed=0)
+    killing(tmp_path, 10, str(tmp_path), "10", "0")
+
+
+def test_a_kill_just_before_a_record_is_there_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    killing(tmp_path, 4, "records", str(tmp_path))
 
 
 @pytest.mark.exhaustive
 def test_a_hundred_kills_leave_the_bytes_of_a_harvest_that_nobody_killed(tmp_path: Path) -> None:
-    killing(tmp_path, 100, seed=1)
+    killing(tmp_path, 100, str(tmp_path), "100", "1")
 
 
 def test_a_harvest_that_is_complete_runs_nothing(

@@ -195,8 +195,7 @@ class _Segment:
         self.rows = rows
         self.kept = kept
         self.vectors = sum(map(len, kept))
-        owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
-        self.folder = folder / UNFINISHED / owner
+        self.folder = own_folder(folder)
         self._files: dict[str, TensorWriter] = {}
         self._scales: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Summary] = {}
@@ -249,7 +248,7 @@ class _Segment:
             last=shard.last,
             resume=shard.resume,
         )
-        create_whole(self.store / COMMITS / commit_name(number), commit.to_json())
+        record(self.store, f"{COMMITS}/{commit_name(number)}", commit.to_json())
 
     def _close(self, name: str) -> Written:
         file = self._files.pop(name)
@@ -333,6 +332,22 @@ def _move(unfinished: Path, folder: Path, files: dict[str, Written]) -> None:
         unfinished.rename(folder)
         settle(folder.parent)
     shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def own_folder(store: Path) -> Path:
+    """Where this process may write what is not finished; a name of its own each time."""
+    owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
+    return store / UNFINISHED / owner
+
+
+def record(store: Path, name: str, content: str) -> bool:
+    """Put a record in its place if none is there: whole, and with nothing beside it even if this process is killed."""
+    folder = own_folder(store)
+    folder.mkdir(parents=True)
+    try:
+        return create_whole(store / name, content, by_way_of=folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_unfinished(folder: Path) -> None:

@@ -18,7 +18,6 @@ from interpose.edits.saving import save_edits
 from interpose.engine.hooks import Engine, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
 from interpose.files.reading import read_bytes
-from interpose.files.writing import create_whole
 from interpose.jobs.job import Worker, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
@@ -27,7 +26,7 @@ from interpose.progress import Progress, ShowProgress
 from interpose.render.text import human_bytes
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
-from interpose.store.filling import SegmentMaker, sweep_unfinished
+from interpose.store.filling import SegmentMaker, record, sweep_unfinished
 from interpose.store.records import (
     ABOUT,
     COMMITS,
@@ -211,7 +210,7 @@ def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -
     try:
         for name in (COMMITS, SEGMENTS, UNFINISHED):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        if there is None and not create_whole(folder / ABOUT, about.to_json()):
+        if there is None and not record(folder, ABOUT, about.to_json()):
             there = _about_there(folder)  # another writer was first
         if there is not None and (why := there.differs(about)) is not None:
             raise FileError(
