@@ -40,6 +40,7 @@ LAYERS = [
     "store",
     "detectors",
     "sae",
+    "steering",
     "experiments",
     "cli",
     "dialects",

@@ -119,10 +119,16 @@ def test_a_condition_that_cannot_be_known_is_refused() -> None:
     elsewhere = ip.zero("mlp_out", layer=1, when=ip.when(
         neuron=0, above=0.0, site="resid_post", layer=0
     ))  # fmt: skip
+    with pytest.raises(ip.EditError, match="in ip.sweep, of the edited value alone"):
+        ip.sweep(
+            model, tokens, edit=lambda site, **_: elsewhere, site="mlp_out", layer=1, over="layer",
+            metric=ip.metrics.logit(5), progress=False,
+        )  # fmt: skip
     runs = ip.run_variants(model, tokens, [ip.Variant([elsewhere])], metric=ip.metrics.logit(5))
-    if runs.tally.plan != "one per cell":
-        with pytest.raises(ip.EditError, match="of the edited value alone"):
-            runs.measured()
+    assert (runs.tally.plan, runs.tally.why[:10]) == ("one per cell", "zero('mlp_")
+    alone = model.run_with_hooks(tokens, hooks=[elsewhere])[:, -1, 5]
+    torch.testing.assert_close(runs.measured()[0], alone)
+    assert not torch.allclose(alone, runs.base.measured, atol=1e-4)
     with pytest.raises(ip.EditShapeError, match="direction of shape"):
         edited(value(), ip.zero("0", when=ip.when(torch.ones(3), above=0.0)))
     for wrong, said in (

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from interpose.errors import InterposeError
 from interpose.files.writing import write_whole
 from interpose.render.frame import csv_text
+
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
 
 FILE = "FILE"
 _KINDS = ("json", "csv", "html")
@@ -217,3 +220,23 @@ def numbers(flag: str, given: list[str] | None) -> list[int] | None:
 def is_terminal() -> bool:
     """Whether somebody is watching, so that progress is shown."""
     return sys.stderr.isatty()
+
+
+def load_model(model: str, device: str | None, dtype: str | None) -> TransformerModel:
+    """A model by its name, in the dtype that is asked for."""
+    import torch
+
+    import interpose as ip
+
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"no dtype {dtype!r}; try float32, bfloat16 or float16.")
+    return ip.load(model, device=device, dtype=kind)
+
+
+def script(model: str, device: str | None, dtype: str | None, last: str) -> str:
+    """A script that loads a model and does one thing."""
+    options = "" if device is None else f", device={device!r}"
+    options += "" if dtype is None else f", dtype=torch.{dtype}"
+    torch = "" if dtype is None else "import torch\n"
+    return f"{torch}import interpose as ip\n\nmodel = ip.load({model!r}{options})\n{last}"

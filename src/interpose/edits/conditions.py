@@ -91,8 +91,8 @@ class when(Saved):
         if found is None:
             raise EditError(
                 f"{edit!r} looks at {self.site!r}, which is not known yet where {hook.name!r} is computed. A condition is "
-                "of the edited value, or of a site that comes before it in the same pass; in ip.sweep and "
-                "ip.run_variants, of the edited value alone."
+                "of the edited value, or of a site that comes before it in the same pass; in ip.sweep, of "
+                "the edited value alone."
             )
         return _laid(found, value, hook, edit)
 

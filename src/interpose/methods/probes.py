@@ -86,6 +86,17 @@ class Probe(ip.Result):
         """
         return self.weight[0] if len(self.weight) == 1 else self.weight
 
+    def fires(self, above: float = 0.0) -> ip.when:
+        """The condition that what it reads is above a number, for ``when=`` of edits; of two classes, the second's.
+
+        Args:
+            above: from where on it fires.
+        """
+        if len(self.weight) != 1:
+            raise ValueError(f"it reads {len(self.weight)} numbers: make an ip.when of one of them.")
+        place = {"site": self.site, "layer": self.layer, "head": self.head}
+        return ip.when(self.direction, bias=float(self.bias), above=above, **place)
+
     @property
     def title(self) -> str:
         """What it reads, and where."""

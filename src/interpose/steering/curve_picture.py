@@ -38,7 +38,9 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
         return x, _TOP + _HIGH * (high - effect) / span
 
     parts = [_text(_LEFT, 18, title, bold=True)] if title else []
-    parts += _axes(most, low, high)
+    parts += _axes(most, low, high, cut=any(d > most for d, _ in known))
+    zero = at(0.0, 0.0)[1]
+    parts.append(f'<path d="M{_LEFT} {zero:.1f}h{_WIDE}" stroke="{colours.LINE}" stroke-dasharray="1 4"/>')
     if 0 < bound <= most:
         x, _ = at(bound, 0)
         parts.append(f'<path d="M{x:.1f} {_TOP}v{_HIGH}" stroke="#cf222e" stroke-dasharray="4 3"/>')
@@ -51,7 +53,7 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{ink}" stroke-opacity="0.7"/>')
         for d, e, strength in line:
             x, y = at(d, e)
-            hint = f"layer {layer}, strength {number(strength)}: effect {number(e)}, damage {number(d)}"
+            hint = f"layer {layer}, strength {number(strength)}: effect {e:.3f}, damage {d:.3f}"
             parts.append(
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{ink}"><title>{escape.svg(hint)}</title></circle>'
             )
@@ -73,13 +75,14 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
     )
 
 
-def _axes(most: float, low: float, high: float) -> list[str]:
+def _axes(most: float, low: float, high: float, *, cut: bool) -> list[str]:
     base = _TOP + _HIGH
     parts = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + _WIDE}" fill="none" stroke="{colours.LINE}"/>']
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = _LEFT + _WIDE * share, _TOP + _HIGH * (1 - share)
-        parts.append(_text(x, base + 16, number(most * share), "middle"))
-        parts.append(_text(_LEFT - 6, y + 4, number(low + (high - low) * share), "end"))
+        more = " or more" if share == 1.0 and cut else ""
+        parts.append(_text(x, base + 16, f"{most * share:.3g}{more}", "middle"))
+        parts.append(_text(_LEFT - 6, y + 4, f"{low + (high - low) * share:.2f}", "end"))
     parts.append(_text(_LEFT + _WIDE / 2, base + 36, "damage on other texts", "middle"))
     turn = f' transform="rotate(-90 16 {_TOP + _HIGH / 2:.0f})"'
     parts.append(_text(16, _TOP + _HIGH / 2, "effect", "middle", extra=turn))

@@ -133,7 +133,7 @@ class SteeringCurve(ip.Scores):
             for at, strength in enumerate(self.axes["strength"]):
                 effect, right, damage = self.values[:, place, at].tolist()
                 share = "-" if right != right else f"{right:.1%}"
-                cells = [str(layer), number(strength), number(effect), share, number(damage)]
+                cells = [str(layer), number(strength), f"{effect:.3f}", share, f"{damage:.3f}"]
                 found.append((-effect if effect == effect else 0.0, [*cells, self.mark(layer, strength)]))
         found.sort(key=lambda row: row[0])
         found.sort(key=lambda row: row[1][-1] != "chosen")

@@ -186,6 +186,8 @@ class VariantRuns:
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
+        if looks := [act.hook for one in self._placed for act in one.all() if _looks_elsewhere(act)]:
+            plan, why = "one per cell", f"{looks[0]!r} looks at another site of its own run"
         self.tally = Tally(plan=plan, why=why)
         self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
             self.length * self.layers
@@ -398,6 +400,14 @@ class _Placed:
     @property
     def sites(self) -> tuple[str, ...]:
         return tuple(self.acts)
+
+    def all(self) -> list[_Act]:
+        return [act for several in self.acts.values() for act in several]
+
+
+def _looks_elsewhere(act: _Act) -> bool:
+    """Whether it is an edit with a condition at another site."""
+    return getattr(getattr(act.hook, "when", None), "where", None) is not None
 
 
 def _acts(model: TransformerModel, item: Any) -> list[_Act]:
