@@ -20,7 +20,7 @@ from interpose.cli.main import app, main
 from interpose.models.proofs.report import Finding, Report
 from tests.pages import loads_nothing
 
-COMMANDS = ["demo", "check", "sites", "run", "sweep"]
+COMMANDS = ["demo", "check", "sites", "run", "sweep", "steer"]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
 SWEEP += ["--answer", " Paris", "--instead", " Rome", "--device", "cpu"]
@@ -50,6 +50,7 @@ def arguments(command: str, folder: Path) -> list[str]:
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
+        "steer": ["pocket", "--positive", "I am", "--negative", "I was", "--device", "cpu"],
     }
     return [command, *given[command]]
 

@@ -1,4 +1,4 @@
-"""Edits that only act where something fires, and adding that keeps lengths: against loops over positions in raw torch."""
+"""Edits that only act where something fires, and adding that keeps lengths: against loops over positions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_condition_that_cannot_be_known_is_refused() -> None:
     elsewhere = ip.zero("mlp_out", layer=1, when=ip.when(
         neuron=0, above=0.0, site="resid_post", layer=0
     ))  # fmt: skip
-    with pytest.raises(ip.EditError, match="in ip.sweep, of the edited value alone"):
+    with pytest.raises(ip.EditError, match=r"in ip\.sweep, of the edited value alone"):
         ip.sweep(
             model, tokens, edit=lambda site, **_: elsewhere, site="mlp_out", layer=1, over="layer",
             metric=ip.metrics.logit(5), progress=False,
@@ -171,7 +171,10 @@ def test_conditions_are_saved_loaded_printed_and_written_as_python(tmp_path: Pat
     again = ip.load_edits(tmp_path / "edits")
     assert [repr(edit) for edit in again] == [repr(edit) for edit in edits]
     tensors: dict[str, Tensor] = {}
-    written = [eval(edit.to_python(tensors), {"ip": ip, "torch": torch, "tensors": tensors}) for edit in edits]
+    written = [
+        eval(edit.to_python(tensors), {"ip": ip, "torch": torch, "tensors": tensors})
+        for edit in edits
+    ]
     x = value()
     for others in (again, written):
         for place in (0, 2):

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.bits
 GOOD = [f"The film was {word}, so Anna felt" for word in ("wonderful", "great", "perfect")]
 BAD = [f"The film was {word}, so Anna felt" for word in ("terrible", "awful", "useless")]
 ASKED = ["The concert was amazing, so Peter felt", "Today the meal was lovely, so Kate felt"]
-OTHER = ["The capital of France is Paris.", "The keys near the cabinet are old.", "The war lasted long."]
+OTHER = [
+    "The capital of France is Paris.",
+    "The keys near the cabinet are old.",
+    "The war lasted long.",
+]
 LAYERS, STRENGTHS = [3, 4], [-1.0, 0.5, 1.0, 4.0]
 
 
@@ -98,7 +102,9 @@ def test_chosen_is_the_largest_effect_whose_damage_is_bounded() -> None:
     none = dataclasses.replace(found, most_damage=-10.0)
     assert none.chosen is None
     assert "nothing is chosen: the largest effect" in repr(none)
-    with pytest.raises(ValueError, match="no layer and strength has an effect with a damage of -10"):
+    with pytest.raises(
+        ValueError, match="no layer and strength has an effect with a damage of -10"
+    ):
         none.edit  # noqa: B018
 
 
@@ -151,23 +157,38 @@ def test_mistakes_are_refused_before_anything_runs() -> None:
 
 def test_both_sides_are_what_generate_gives() -> None:
     model = pocket()
-    edits = {"sad": vector().add(1.0, layer=4), "glad": [vector().add(-1.0, layer=4), ip.scale("z", 1.0, layer=0)]}
+    edits = {
+        "sad": vector().add(1.0, layer=4),
+        "glad": [vector().add(-1.0, layer=4), ip.scale("z", 1.0, layer=0)],
+    }
     shown = ip.side_by_side(model, ASKED, edits, max_new_tokens=3)
     for row, text in enumerate(ASKED):
         tokens = model.to_tokens(text)
         for name, some in shown.written.items():
             hooks = edits.get(name, [])
             with model.hooks(hooks if isinstance(hooks, list) else [hooks]):
-                made = model.generate(tokens, return_type="tokens", max_new_tokens=3, do_sample=False)
+                made = model.generate(
+                    tokens, return_type="tokens", max_new_tokens=3, do_sample=False
+                )
             assert some[row] == model.to_string(made[0, tokens.shape[1] :])
     assert shown.written["sad"] != shown.written["as it is"]
     assert [record["value"] for record in shown.records() if record["how"] == "sad"] == [1, 1]
-    assert "sad: add('resid_post', tensor(192,), layer=4, strength=1.0); 2 of 2 texts are others" in repr(shown)
+    assert (
+        "sad: add('resid_post', tensor(192,), layer=4, strength=1.0); 2 of 2 texts are others"
+        in repr(shown)
+    )
     assert "<mark" in shown.html()
-    drawn = [ip.side_by_side(model, ASKED[0], edits["sad"], seed=7, max_new_tokens=6).written for _ in range(2)]
+    drawn = [
+        ip.side_by_side(model, ASKED[0], edits["sad"], seed=7, max_new_tokens=6).written
+        for _ in range(2)
+    ]
     assert drawn[0] == drawn[1]
-    nothing = ip.side_by_side(model, ASKED[0], ip.scale("z", 1.0, layer=0), seed=7, max_new_tokens=6).written
-    assert nothing["steered"] == nothing["as it is"] == drawn[0]["as it is"]  # the same draws on both sides
+    nothing = ip.side_by_side(
+        model, ASKED[0], ip.scale("z", 1.0, layer=0), seed=7, max_new_tokens=6
+    ).written
+    assert (
+        nothing["steered"] == nothing["as it is"] == drawn[0]["as it is"]
+    )  # the same draws on both sides
 
 
 def test_an_edit_that_never_applies_is_an_error_and_not_the_same_text_twice() -> None:
@@ -195,11 +216,15 @@ def test_the_command_makes_keeps_searches_and_shows(tmp_path: Path) -> None:
     torch.testing.assert_close(kept.directions, vector().directions)
     assert json.loads(made.stdout)["layers"] == kept.layers
     use = ["--vector", str(tmp_path / "x.safetensors"), "--texts", ASKED[0], "--layer", "4"]
-    shown = asked(*use, "--strength=-1,1", "--max-new-tokens", "3", "--html", str(tmp_path / "x.html"))
+    shown = asked(
+        *use, "--strength=-1,1", "--max-new-tokens", "3", "--html", str(tmp_path / "x.html")
+    )
     assert shown.exit_code == 0, shown.output
     assert "strength 1: add('resid_post', tensor(192,), layer=4, strength=1.0)" in shown.stdout
     assert "<mark" in (tmp_path / "x.html").read_text()
-    searched = asked(*use, "--strength", "0.5,1", "--answer", " sad", "--other", OTHER[0], "--csv", "-")
+    searched = asked(
+        *use, "--strength", "0.5,1", "--answer", " sad", "--other", OTHER[0], "--csv", "-"
+    )
     assert searched.exit_code == 0, searched.output
     assert searched.stdout.splitlines()[0] == "measure,layer,strength,value,error"
     for more in ([], ["--answer", " sad", "--other", OTHER[0]]):

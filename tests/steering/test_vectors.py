@@ -1,4 +1,4 @@
-"""Steering vectors: made against formulas by hand, added against raw torch hooks, kept in files, refused where wrong."""
+"""Steering vectors: made, against formulas by hand; added, against hooks of torch; kept in files; refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_texts_of_any_length_give_what_each_gives_alone() -> None:
         found = ip.steering_vector(model, positive, negative, pos=pos, layer=[1], **QUIET)
         means = []
         for texts in (positive, negative):
-            rows = [model.run_with_cache(t, names_filter=("resid_post", 1))[1]["resid_post", 1][0] for t in texts]
+            rows = [
+                model.run_with_cache(t, names_filter=("resid_post", 1))[1]["resid_post", 1][0]
+                for t in texts
+            ]
             each = [row[pos].mean(0) if isinstance(pos, slice) else row[pos] for row in rows]
             means.append(torch.stack(each).mean(0))
         torch.testing.assert_close(found[1], means[0] - means[1], atol=1e-5, rtol=1e-4)
@@ -81,7 +84,9 @@ def test_it_is_made_of_a_store_as_of_the_texts(tmp_path: Path) -> None:
     model = wrapped("llama")
     stores = []
     for name, tokens in zip(("positive", "negative"), kinds()):
-        stores.append(ip.harvest(model, tokens, ["blocks.1.hook_resid_post"], store=tmp_path / name, **QUIET))
+        stores.append(
+            ip.harvest(model, tokens, ["blocks.1.hook_resid_post"], store=tmp_path / name, **QUIET)
+        )
     opened = [ip.open_store(tmp_path / name) for name in ("positive", "negative")]
     found = ip.steering_vector(model, *opened, layer=1, **QUIET)
     live = ip.steering_vector(model, *kinds(), layer=1, **QUIET)
@@ -125,7 +130,7 @@ def test_generated_tokens_are_steered_with_and_without_a_cache_and_padding_is_no
         tokens = model.to_tokens(prompt)
         length = tokens.shape[1]
 
-        def hook(value: Tensor, hook: Any) -> Tensor:  # noqa: ARG001
+        def hook(value: Tensor, hook: Any) -> Tensor:
             value[:, length:] += vector[1]
             seen.append((length, value.shape[1]))
             return value
@@ -136,7 +141,12 @@ def test_generated_tokens_are_steered_with_and_without_a_cache_and_padding_is_no
         return tokens[0, length:].tolist()
 
     edit = vector.add(layer=1, phase="generated")
-    asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_type": "tokens", "eos_token_id": None}
+    asked: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "return_type": "tokens",
+        "eos_token_id": None,
+    }
     expected = [by_hand(prompt, 6) for prompt in prompts]
     for cached in (True, False):
         with model.hooks([edit]):
@@ -176,7 +186,9 @@ def test_its_edits_do_what_they_are_called() -> None:
 
 
 def test_arithmetic_is_layer_by_layer_and_only_of_the_same_places() -> None:
-    one = ip.SteeringVector.of({0: torch.tensor([1.0, 2.0]), 3: torch.tensor([0.0, 4.0])}, model_type="gpt2")
+    one = ip.SteeringVector.of(
+        {0: torch.tensor([1.0, 2.0]), 3: torch.tensor([0.0, 4.0])}, model_type="gpt2"
+    )
     other = ip.SteeringVector.of({0: torch.tensor([1.0, 0.0]), 3: torch.tensor([0.0, 1.0])})
     mixed = (2 * one - other / 2) * -1
     assert mixed[0].tolist() == [-1.5, -4.0]
@@ -242,7 +254,9 @@ def test_directions_come_from_probes_latents_and_one_head() -> None:
     _, cache = model.run_with_cache(tokens, names_filter=("z", 1), hooks=[head.add(3.0)])
     _, was = model.run_with_cache(tokens, names_filter=("z", 1))
     change = cache["z", 1] - was["z", 1]
-    torch.testing.assert_close(change[:, :, 1], (3 * head[1]).expand_as(change[:, :, 1]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        change[:, :, 1], (3 * head[1]).expand_as(change[:, :, 1]), atol=1e-4, rtol=1e-4
+    )
     assert change[:, :, 0].abs().max() == 0
 
 

@@ -35,7 +35,10 @@ def test_the_copy_computes_what_the_edited_model_does(kind: str) -> None:
     asked: list[Any] = [
         [vector.add(2.0)],
         [ip.project_out("mlp_out", vector[1], layer=2)],
-        [ip.scale("attn_out", 0.25, layer=[0, 2]), ip.add("mlp_out", vector[2], layer=0, strength=3.0)],
+        [
+            ip.scale("attn_out", 0.25, layer=[0, 2]),
+            ip.add("mlp_out", vector[2], layer=0, strength=3.0),
+        ],
     ]
     if kind != "bloom":  # a norm stands behind its embeddings
         asked.append([vector.remove_from(model, 2)])
@@ -45,7 +48,9 @@ def test_the_copy_computes_what_the_edited_model_does(kind: str) -> None:
         assert (expected - plain).abs().max() > 1e-2
         torch.testing.assert_close(made(tokens), expected, atol=1e-10, rtol=1e-10)
         assert made.module is not model.module
-    assert all(torch.equal(before[name], weight) for name, weight in model.module.state_dict().items())
+    assert all(
+        torch.equal(before[name], weight) for name, weight in model.module.state_dict().items()
+    )
     assert torch.equal(model(tokens), plain)
 
 
@@ -120,5 +125,7 @@ def test_a_copy_that_is_not_the_same_is_found_out(monkeypatch: pytest.MonkeyPatc
 
     model = model_of("gpt2")
     monkeypatch.setattr(written, "add_to_bias", lambda endpoint, summand: None)
-    with pytest.raises(ip.Unsupported, match="would not be the same: on a probe the outputs differ by"):
+    with pytest.raises(
+        ip.Unsupported, match="would not be the same: on a probe the outputs differ by"
+    ):
         ip.written(model, vector_of(model, 1).add(2.0))

@@ -65,7 +65,8 @@ def steer(
         typer.Option(help="What is done with the vector."),
     ] = "add",
     phase: Annotated[
-        Literal["prompt", "generated"] | None, typer.Option(help="Steer only this part of the text.")
+        Literal["prompt", "generated"] | None,
+        typer.Option(help="Steer only this part of the text."),
     ] = None,
     most_damage: Annotated[
         float, typer.Option(metavar="NATS", help="How much loss a choice may cost on --other.")
@@ -78,10 +79,10 @@ def steer(
     device: Device = None,
     dtype: Dtype = None,
 ) -> Iterator[str]:
-    """Make a steering vector, choose its layer and strength, see texts with and without.
+    """Make a steering vector, and see it at work.
 
-    From texts alone, or from a file, the vector itself is shown; with --texts, what the model writes with and without it
-    at --layer and --strength; with --answer and --other besides, every layer and strength by effect and damage:
+    From texts alone, or from a file, the vector itself is shown; with --texts, what the model writes with and without
+    it at --layer and --strength; with --answer and --other besides, every layer and strength by effect and damage:
 
     interpose steer pocket --positive "I love it" --negative "I hate it" --texts "The film was" --layer 4 --strength 2
     """
@@ -110,7 +111,7 @@ def steer(
         yield from give(found, wanted)
         return
     if answer is not None:
-        options = {} if strengths is None else {"strength": strengths}
+        options: dict[str, Any] = {} if strengths is None else {"strength": strengths}
         curve = search(
             there,
             found,
@@ -136,15 +137,28 @@ def steer(
 
 
 def _check(
-    positive: Any, negative: Any, vector: Any, texts: Any, answer: Any, other: Any, save: Any, how: str
+    positive: Any,
+    negative: Any,
+    vector: Any,
+    texts: Any,
+    answer: Any,
+    other: Any,
+    save: Any,
+    how: str,
 ) -> None:
     """Refuse what does not go together, before a model is loaded."""
     if (vector is None) == (positive is None and negative is None):
-        raise ValueError("give --positive and --negative to make a vector, or --vector FILE to use one.")
+        raise ValueError(
+            "give --positive and --negative to make a vector, or --vector FILE to use one."
+        )
     if vector is None and (positive is None or negative is None):
-        raise ValueError("--positive and --negative go together: a vector leads from the one to the other.")
+        raise ValueError(
+            "--positive and --negative go together: a vector leads from the one to the other."
+        )
     if (answer is None) != (other is None):
-        raise ValueError("--answer and --other go together: effect is measured on the one, damage on the other.")
+        raise ValueError(
+            "--answer and --other go together: effect is measured on the one, damage on the other."
+        )
     if answer is not None and texts is None:
         raise ValueError("--answer goes with --texts: the questions it is the answer to.")
     if answer is not None and how == "project_out":
@@ -158,7 +172,9 @@ def _lines(given: list[str] | None) -> list[str]:
     found: list[str] = []
     for one in given or []:
         if one.startswith("@"):
-            found += [line for line in Path(one[1:]).read_text("utf-8").splitlines() if line.strip()]
+            found += [
+                line for line in Path(one[1:]).read_text("utf-8").splitlines() if line.strip()
+            ]
         else:
             found.append(one)
     return found
@@ -219,7 +235,9 @@ def _python(
         given = "" if options["strength"] is None else f", strength={options['strength']}"
         given += f", layer={options['layer']}, how={options['how']!r}, where={options['words']!r}"
         given += f", most_damage={options['most']}"
-        lines.append(f"print(ip.steer(model, vector, texts, answer={answer!r}, other=other{given}))")
+        lines.append(
+            f"print(ip.steer(model, vector, texts, answer={answer!r}, other=other{given}))"
+        )
         return "\n".join(lines)
     inner = "".join(f", {name}={value!r}" for name, value in options["words"].items())
     edits = [

@@ -26,7 +26,7 @@ from interpose.sites.tree import Filter
 
 @dataclass(frozen=True, eq=False, repr=False)
 class when(Saved):
-    """Where something fires, for the ``when=`` of edits: ``ip.when(probe.direction, bias=float(probe.bias), above=0.0)``.
+    """Where something fires, for the ``when=`` of edits: ``ip.when(direction, above=2.0)``.
 
     ```python
     asked = ip.when(direction, above=2.0)                          # in the edited value itself
@@ -90,9 +90,9 @@ class when(Saved):
         found = hook.given.get(self._note)
         if found is None:
             raise EditError(
-                f"{edit!r} looks at {self.site!r}, which is not known yet where {hook.name!r} is computed. A condition is "
-                "of the edited value, or of a site that comes before it in the same pass; in ip.sweep, of "
-                "the edited value alone."
+                f"{edit!r} looks at {self.site!r}, which is not known yet where {hook.name!r} is computed. A condition "
+                "is of the edited value, or of a site that comes before it in the same pass; in ip.sweep, of the "
+                "edited value alone."
             )
         return _laid(found, value, hook, edit)
 
@@ -116,7 +116,9 @@ class when(Saved):
         value = value.movedim(axis, -1)
         if self.head is not None:
             if "head" not in hook.axes:
-                raise ValueError(f"{self!r}: {hook.name!r} has no axis of heads: it is {hook.axes}.")
+                raise ValueError(
+                    f"{self!r}: {hook.name!r} has no axis of heads: it is {hook.axes}."
+                )
             heads = hook.axes.index("head")
             chosen = along(self.head, value.shape[heads], "head", repr(self), hook.name)
             value = value.index_select(heads, chosen.to(value.device))

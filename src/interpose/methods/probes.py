@@ -93,8 +93,10 @@ class Probe(ip.Result):
             above: from where on it fires.
         """
         if len(self.weight) != 1:
-            raise ValueError(f"it reads {len(self.weight)} numbers: make an ip.when of one of them.")
-        place = {"site": self.site, "layer": self.layer, "head": self.head}
+            raise ValueError(
+                f"it reads {len(self.weight)} numbers: make an ip.when of one of them."
+            )
+        place: dict[str, Any] = {"site": self.site, "layer": self.layer, "head": self.head}
         return ip.when(self.direction, bias=float(self.bias), above=above, **place)
 
     @property

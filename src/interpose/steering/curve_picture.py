@@ -29,7 +29,9 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
     known = [pair for pair in points if all(map(math.isfinite, pair))] or [(0.0, 0.0)]
     # Damage far beyond the bound is drawn at the edge: what is below it is what matters.
     bound = curve.most_damage if math.isfinite(curve.most_damage) else 0.0
-    most = max(min(max(d for d, _ in known), 4 * bound if bound > 0 else math.inf), bound * 1.2, 1e-9)
+    most = max(
+        min(max(d for d, _ in known), 4 * bound if bound > 0 else math.inf), bound * 1.2, 1e-9
+    )
     low, high = min(0.0, *(e for _, e in known)), max(0.0, *(e for _, e in known))
     span = (high - low) or 1.0
 
@@ -40,7 +42,9 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
     parts = [_text(_LEFT, 18, title, bold=True)] if title else []
     parts += _axes(most, low, high, cut=any(d > most for d, _ in known))
     zero = at(0.0, 0.0)[1]
-    parts.append(f'<path d="M{_LEFT} {zero:.1f}h{_WIDE}" stroke="{colours.LINE}" stroke-dasharray="1 4"/>')
+    parts.append(
+        f'<path d="M{_LEFT} {zero:.1f}h{_WIDE}" stroke="{colours.LINE}" stroke-dasharray="1 4"/>'
+    )
     if 0 < bound <= most:
         x, _ = at(bound, 0)
         parts.append(f'<path d="M{x:.1f} {_TOP}v{_HIGH}" stroke="#cf222e" stroke-dasharray="4 3"/>')
@@ -64,20 +68,25 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
                 parts.append(_text(x + 12, y + 4, f"{number(strength)}", ink=ink, bold=True))
         y = _TOP + 12 + 16 * row
         if row < 16:
-            parts.append(f'<path d="M{_LEFT + _WIDE + 14} {y - 4}h14" stroke="{ink}" stroke-width="2"/>')
+            parts.append(
+                f'<path d="M{_LEFT + _WIDE + 14} {y - 4}h14" stroke="{ink}" stroke-width="2"/>'
+            )
             parts.append(_text(_LEFT + _WIDE + 34, y, f"layer {layer}"))
     wide, tall = _LEFT + _WIDE + _RIGHT, _TOP + _HIGH + _LOW
     inside = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" viewBox="0 0 {wide} {tall}" '
-        f'font-family="system-ui,sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="{colours.PAPER}"/>\n'
+        f'font-family="system-ui,sans-serif" font-size="12">\n'
+        f'<rect width="100%" height="100%" fill="{colours.PAPER}"/>\n'
         f"{inside}\n</svg>\n"
     )
 
 
 def _axes(most: float, low: float, high: float, *, cut: bool) -> list[str]:
     base = _TOP + _HIGH
-    parts = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + _WIDE}" fill="none" stroke="{colours.LINE}"/>']
+    parts = [
+        f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + _WIDE}" fill="none" stroke="{colours.LINE}"/>'
+    ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = _LEFT + _WIDE * share, _TOP + _HIGH * (1 - share)
         more = " or more" if share == 1.0 and cut else ""
@@ -90,9 +99,14 @@ def _axes(most: float, low: float, high: float, *, cut: bool) -> list[str]:
 
 
 def _text(
-    x: float, y: float, text: str, anchor: str = "start", *, ink: str = colours.INK, bold: bool = False, extra: str = ""
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    *,
+    ink: str = colours.INK,
+    bold: bool = False,
+    extra: str = "",
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra}>{escape.svg(text)}</text>'
-    )
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra}>{escape.svg(text)}</text>'

@@ -88,13 +88,13 @@ def steering_vector(
     moved = there.mean(1) - away.mean(1)
     if not bool((moved.norm(dim=-1) > 0).all()):
         raise ValueError(
-            f"the two kinds of texts have the same mean at {site!r}: at pos={pos!r} nothing tells them apart. Texts that "
-            "end alike are alike only up to the first token that differs; choose a position after it."
+            f"the two kinds of texts have the same mean at {site!r}: at pos={pos!r} nothing tells them apart. Choose a "
+            "position at or after the first token that differs."
         )
     unit = _axes(there, away, by)
     directions = (moved * unit).sum(-1, keepdim=True) * unit
     spread = [((one - one.mean(1, keepdim=True)) * unit[:, None]).sum(-1).var(1) for one in kinds]
-    apart = (moved * unit).sum(-1).abs() / (sum(spread) / 2).sqrt()
+    apart = (moved * unit).sum(-1).abs() / ((spread[0] + spread[1]) / 2).sqrt()
     return SteeringVector(
         site=site,
         layers=layers,
@@ -116,7 +116,8 @@ def _axes(there: Tensor, away: Tensor, by: str) -> Tensor:
         found = _probed(there, away)
     else:
         found = _principal(there, away, by)
-    return found / found.norm(dim=-1, keepdim=True)
+    unit: Tensor = found / found.norm(dim=-1, keepdim=True)
+    return unit
 
 
 def _principal(there: Tensor, away: Tensor, by: str) -> Tensor:
@@ -130,7 +131,8 @@ def _principal(there: Tensor, away: Tensor, by: str) -> Tensor:
         if there.shape[1] < 3:
             raise ValueError("by='pca_diff' takes three pairs or more.")
         differences = differences - differences.mean(1, keepdim=True)
-    return torch.linalg.svd(differences, full_matrices=False)[2][:, 0]
+    axes: Tensor = torch.linalg.svd(differences, full_matrices=False)[2]
+    return axes[:, 0]
 
 
 def _probed(there: Tensor, away: Tensor) -> Tensor:

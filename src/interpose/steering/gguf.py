@@ -1,4 +1,4 @@
-"""Control vectors of llama.cpp: GGUF files whose tensors ``direction.1`` and on are added after the blocks of their number.
+"""Control vectors of llama.cpp: GGUF files whose tensors ``direction.N`` are added after the blocks of their numbers.
 
 llama.cpp adds ``direction.N`` to what block N gives to the stream, so it is our ``resid_post`` of layer N; it has no
 place for layer 0. Of the format (version 3, little-endian) only what such files have is written here; the package that
@@ -28,7 +28,19 @@ MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 LARGEST = 2**30
 """How many bytes a file may have."""
 _UINT32, _STRING, _ARRAY, _F32 = 4, 8, 9, 0
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _DTYPES = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 _MOST = 100_000  # fields, or tensors
 
@@ -51,7 +63,9 @@ def save_control_vector(vector: SteeringVector, path: str | Path) -> Path:
         )
     fields = [
         _string("general.architecture") + struct.pack("<I", _STRING) + _string("controlvector"),
-        _string("controlvector.model_hint") + struct.pack("<I", _STRING) + _string(vector.model_type),
+        _string("controlvector.model_hint")
+        + struct.pack("<I", _STRING)
+        + _string(vector.model_type),
         _string("controlvector.layer_count") + struct.pack("<II", _UINT32, len(vector.layers)),
     ]
     infos, data = [], b""

@@ -34,7 +34,9 @@ class SideBySide(ip.Result):
 
     def __post_init__(self) -> None:
         if PLAIN not in self.written or set(self.edits) != set(self.written) - {PLAIN}:
-            raise ValueError("written has what was written as it is, and edits those of all others.")
+            raise ValueError(
+                "written has what was written as it is, and edits those of all others."
+            )
         if any(len(some) != len(self.texts) for some in self.written.values()):
             raise ValueError(f"there is one continuation for each of {len(self.texts)} prompts.")
 
@@ -46,11 +48,15 @@ class SideBySide(ip.Result):
 
     def lines(self) -> list[str]:
         """The edits, how it was written, and which of them changed how many texts."""
-        said = "; ".join(f"{name.replace('_', ' ')} {shown(x)}" for name, x in self.protocol.items())
+        said = "; ".join(
+            f"{name.replace('_', ' ')} {shown(x)}" for name, x in self.protocol.items()
+        )
         parts = [said] if said else []
         for name, edits in self.edits.items():
             other = sum(a != b for a, b in zip(self.written[name], self.written[PLAIN]))
-            parts.append(f"{name}: {', '.join(edits)}; {other} of {len(self.texts)} texts are others")
+            parts.append(
+                f"{name}: {', '.join(edits)}; {other} of {len(self.texts)} texts are others"
+            )
         return parts
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -98,7 +104,9 @@ class SideBySide(ip.Result):
 
 def _marked(text: str, plain: str) -> Markup:
     """A text with what differs from another marked, from the first difference on."""
-    same = next((at for at, (a, b) in enumerate(zip(text, plain)) if a != b), min(len(text), len(plain)))
+    same = next(
+        (at for at, (a, b) in enumerate(zip(text, plain)) if a != b), min(len(text), len(plain))
+    )
     head, tail = escape.html(text[:same]), escape.html(text[same:])
     tail = f'<mark style="background:#fff8c5">{tail}</mark>' if tail and text != plain else tail
     return Markup(f'<span style="white-space:pre-wrap">{head}{tail}</span>')
@@ -148,7 +156,7 @@ def side_by_side(
                 torch.manual_seed(seed)
             with model.hooks(named.get(name, [])):
                 made = model.generate(tokens, return_type="tokens", **given)
-            written[name].append(model.to_string(made[0, tokens.shape[1] :]))
+            written[name].append(str(model.to_string(made[0, tokens.shape[1] :])))
     drawn = {} if seed is None else {"seed": seed}
     return SideBySide(
         texts=prompts,

@@ -41,7 +41,7 @@ _EVIDENCE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class SteeringCurve(ip.Scores):
-    """What each layer and strength does, [measure, layer, strength]: the effect, the share of right answers, the damage.
+    """What each layer and strength does, [measure, layer, strength]: effect, share of right answers, damage.
 
     Attributes:
         vector: what steers.
@@ -86,11 +86,13 @@ class SteeringCurve(ip.Scores):
         """The edit of the chosen layer and strength."""
         if self.chosen is None:
             raise ValueError(
-                f"no layer and strength has an effect with a damage of {self.most_damage} or less: {self._best()}. Give a "
-                "larger most_damage, other strengths, or another vector."
+                f"no layer and strength has an effect with a damage of {self.most_damage} or less: {self._best()}. Give "
+                "a larger most_damage, other strengths, or another vector."
             )
         if self.how == "given":
-            raise ValueError("the edits were made by a function of one's own: call it with .chosen.")
+            raise ValueError(
+                "the edits were made by a function of one's own: call it with .chosen."
+            )
         made: ip.Edit = getattr(self.vector, self.how)(**_called(self.chosen), **self.where)
         return made
 
@@ -98,7 +100,10 @@ class SteeringCurve(ip.Scores):
         at = int(self.values[0].argmax())
         layer, strength = divmod(at, len(self.axes["strength"]))
         said = {"layer": self.axes["layer"][layer], "strength": self.axes["strength"][strength]}
-        effect, damage = float(self.values[0, layer, strength]), float(self.values[2, layer, strength])
+        effect, damage = (
+            float(self.values[0, layer, strength]),
+            float(self.values[2, layer, strength]),
+        )
         return (
             f"the largest effect, {number(effect)}, is at layer {said['layer']}, strength {number(said['strength'])}, "
             f"with a damage of {number(damage)}"
@@ -111,11 +116,12 @@ class SteeringCurve(ip.Scores):
         effect, right, damage = (float(self.pick(measure=m).at(**self.chosen)) for m in _MEASURES)
         right_before = self.baseline.get("right", float("nan"))
         rose = "" if right != right else f", right answers from {right_before:.1%} to {right:.1%}"
-        return [
-            *ip.Scores.lines(self),
-            f"chosen: layer {self.chosen['layer']}, strength {number(self.chosen['strength'])}: effect {number(effect)}{rose}, "
-            f"damage {number(damage)}. It is the largest effect of those with a damage of {number(self.most_damage)} or less",
-        ]
+        said = (
+            f"chosen: layer {self.chosen['layer']}, strength {number(self.chosen['strength'])}: effect {number(effect)}"
+            f"{rose}, damage {number(damage)}. It is the largest effect of those with a damage of "
+            f"{number(self.most_damage)} or less"
+        )
+        return [*ip.Scores.lines(self), said]
 
     def mark(self, layer: Any, strength: Any) -> str:
         """What is to be said of a layer and strength: chosen, too much damage, no effect."""
@@ -134,7 +140,9 @@ class SteeringCurve(ip.Scores):
                 effect, right, damage = self.values[:, place, at].tolist()
                 share = "-" if right != right else f"{right:.1%}"
                 cells = [str(layer), number(strength), f"{effect:.3f}", share, f"{damage:.3f}"]
-                found.append((-effect if effect == effect else 0.0, [*cells, self.mark(layer, strength)]))
+                found.append(
+                    (-effect if effect == effect else 0.0, [*cells, self.mark(layer, strength)])
+                )
         found.sort(key=lambda row: row[0])
         found.sort(key=lambda row: row[1][-1] != "chosen")
         return ["layer", "strength", "effect", "right", "damage", ""], [cells for _, cells in found]
@@ -227,7 +235,9 @@ def steer(
     make = _maker(vector, how, words)
     places = [(one, by) for one in layers for by in strengths]
     steered = [_several(make(*place)) for place in places]
-    wide = {name: value for name, value in words.items() if name not in ("pos", "phase", "occurrence")}
+    wide = {
+        name: value for name, value in words.items() if name not in ("pos", "phase", "occurrence")
+    }
     free = steered if damage == "kl" else [_several(_maker(vector, how, wide)(*p)) for p in places]
     raised = ip.metrics.probability(answer) if metric is None else metric
     read = ip.batches(model, texts, batch_size=batch_size, prepend_bos=prepend_bos)
@@ -244,9 +254,9 @@ def steer(
     return SteeringCurve(
         title=f"What a steering vector at {vector.site} does, by layer and strength",
         values=torch.stack([gain, effects.right, damages.mean - damages.base]).reshape(3, *shape),
-        errors=torch.stack([effects.error, torch.full_like(gain, torch.nan), damages.error]).reshape(
-            3, *shape
-        ),
+        errors=torch.stack(
+            [effects.error, torch.full_like(gain, torch.nan), damages.error]
+        ).reshape(3, *shape),
         axes={"measure": list(_MEASURES), "layer": layers, "strength": strengths},
         unit="of the metric, share of texts, nats",
         protocol={
@@ -266,7 +276,7 @@ def steer(
 
 
 class _Measured:
-    """A metric of every variant over all batches: its mean, and the share of texts whose answer is the likeliest token."""
+    """A metric of every variant over all batches: its mean, and the share of texts with the likeliest token right."""
 
     def __init__(
         self, batches: Sequence[ip.Batch], edits: Sequence[Any], metric: Any, answer: Any
@@ -300,7 +310,9 @@ class _Measured:
         self.mean, self.right = measured[1:].mean(1), correct[1:].mean(1)
         moved = measured[1:] - measured[0]
         count = moved.shape[1]
-        self.error = moved.std(1) / count**0.5 if count > 1 else torch.full_like(self.mean, torch.nan)
+        self.error = (
+            moved.std(1) / count**0.5 if count > 1 else torch.full_like(self.mean, torch.nan)
+        )
         return self
 
 

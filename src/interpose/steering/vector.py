@@ -89,7 +89,7 @@ class SteeringVector(ip.Result):
         return [f"{of}{self.directions.shape[1]} units", *(["; ".join(said)] if said else [])]
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Each layer as a dictionary: the direction's length, that of the values, and how far it sets examples apart."""
+        """Each layer as a dictionary: the direction's length, that of values, how far it sets examples apart."""
         columns = (self.directions.float().norm(dim=-1), self.norms, self.separation)
         for layer, *rest in zip(self.layers, *(column.tolist() for column in columns)):
             yield {"layer": layer, **dict(zip(("value", "norm_of_values", "separation"), rest))}
@@ -119,9 +119,13 @@ class SteeringVector(ip.Result):
             layer: of a single direction.
             **about: other attributes.
         """
-        by_layer = dict(direction) if isinstance(direction, Mapping) else {layer: direction}
+        by_layer: dict[Any, Any] = (
+            dict(direction) if isinstance(direction, Mapping) else {layer: direction}
+        )
         if any(not isinstance(number, int) for number in by_layer):
-            raise ValueError("say of which layer the direction is: layer=..., or {layer: direction}.")
+            raise ValueError(
+                "say of which layer the direction is: layer=..., or {layer: direction}."
+            )
         rows = [torch.as_tensor(one).detach().cpu() for one in by_layer.values()]
         if any(row.ndim != 1 or len(row) != len(rows[0]) for row in rows):
             raise EditShapeError(
@@ -147,7 +151,9 @@ class SteeringVector(ip.Result):
     def only(self, *layer: int) -> Self:
         """The same for some of its layers."""
         places = [self._place(one) for one in layer]
-        parts = {name: getattr(self, name)[places] for name in ("directions", "norms", "separation")}
+        parts = {
+            name: getattr(self, name)[places] for name in ("directions", "norms", "separation")
+        }
         return replace(self, layers=list(layer), **parts)
 
     def unit(self) -> Self:
@@ -167,9 +173,7 @@ class SteeringVector(ip.Result):
     def _with(self, directions: Tensor, how: str) -> Self:
         was = self.protocol.get("then")
         protocol = {**self.protocol, "then": how if was is None else f"{was}, {how}"}
-        return replace(
-            self, directions=directions, separation=torch.empty(0), protocol=protocol
-        )
+        return replace(self, directions=directions, separation=torch.empty(0), protocol=protocol)
 
     def _must_match(self, other: SteeringVector) -> None:
         mine = (self.site, self.layers, self.head, self.directions.shape[1])
@@ -249,7 +253,7 @@ class SteeringVector(ip.Result):
     ) -> ip.when:
         """The condition that the coordinate along it, at one of its layers, is beyond a bound: for ``when=``."""
         unit = self.only(layer).unit().directions[0]
-        where = {"site": self.site, "layer": layer, "head": self.head}
+        where: dict[str, Any] = {"site": self.site, "layer": layer, "head": self.head}
         return ip.when(unit, above=above, below=below, **where)
 
     def remove_from(self, model: ip.TransformerModel, layer: int) -> ip.project_out:
@@ -268,7 +272,9 @@ class SteeringVector(ip.Result):
 
     def _words(self, layer: Any, where: dict[str, Any], name: str) -> dict[str, Any]:
         """Site, layer and direction of an edit."""
-        chosen = self.layers if layer is None else [layer] if isinstance(layer, int) else list(layer)
+        chosen = (
+            self.layers if layer is None else [layer] if isinstance(layer, int) else list(layer)
+        )
         if unknown := {"site", "head", "strength"} & set(where):
             raise TypeError(f"{unknown.pop()} is the vector's own; got {sorted(where)}.")
         if not all(bool(torch.isfinite(self[number]).all()) for number in chosen):
@@ -290,8 +296,8 @@ class SteeringVector(ip.Result):
         theirs = model_type_of(model)
         if self.model_type and theirs and self.model_type != theirs:
             raise Unsupported(
-                f"this vector is of a {self.model_type!r} model, and this one is {theirs!r}. If they are the same all the "
-                "same: dataclasses.replace(vector, model_type='')."
+                f"this vector is of a {self.model_type!r} model, and this one is {theirs!r}. If they are the same all "
+                "the same: dataclasses.replace(vector, model_type='')."
             )
         found = model.select(ip.at(self.site, layer=self.layers))
         shape = model.sites[found[0][0].name].shape
@@ -300,8 +306,8 @@ class SteeringVector(ip.Result):
             raise ValueError(f"{self.site!r} has heads: say which, head=...")
         if wide is not None and wide != self.directions.shape[1]:
             raise EditShapeError(
-                f"this vector has {self.directions.shape[1]} units, and {found[0][0].name!r} has {wide}: it is of another "
-                "site, or of another model."
+                f"this vector has {self.directions.shape[1]} units, and {found[0][0].name!r} has {wide}: it is of "
+                "another site, or of another model."
             )
 
     # Files.
@@ -321,12 +327,13 @@ class SteeringVector(ip.Result):
             return super(SteeringVector, cls).load(path)
         from interpose.steering.gguf import load_control_vector
 
-        return load_control_vector(cls, path)
+        made: Self = load_control_vector(cls, path)
+        return made
 
 
 def model_type_of(model: Any) -> str:
     """What kind of model this is, in transformers' words; empty if it does not say."""
-    config = getattr(model.module, "config", None)
+    config: Any = getattr(model.module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "model_type", "") or getattr(text, "model_type", "")
     return found if isinstance(found, str) else ""

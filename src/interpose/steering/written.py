@@ -1,8 +1,8 @@
 """`written`: edits of what is written to the stream as weights of a copy that computes the same without hooks.
 
-A linear map y = x W + b that writes to the stream takes up three kinds of edits of y: project_out(d) is W (1 - u u') and
-b (1 - u u'), scale(c) is c W and c b, add(v) is b + v. So does a table of embeddings, row by row. What the stream is after
-a block grows by what its MLP writes, so that add() at ``resid_post`` is one at ``mlp_out``.
+A linear map y = x W + b that writes to the stream takes up three kinds of edits of y: project_out(d) is W (1 - u u')
+and b (1 - u u'), scale(c) is c W and c b, add(v) is b + v. So does a table of embeddings, row by row. What the stream is
+after a block grows by what its MLP writes, so that add() at ``resid_post`` is one at ``mlp_out``.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def written(model: TransformerModel, edits: Edit | Sequence[Edit]) -> Transforme
     ```
 
     Taken are `ip.add`, `ip.scale` and `ip.project_out` of what is written to the stream, whole: at ``embed``,
-    ``pos_embed``, ``attn_out`` and ``mlp_out``; and `ip.add` at ``resid_mid`` and ``resid_post``. What weights cannot do
-    (only some positions or rows, conditions) and what would not be exact (a norm behind the map, a mixture of experts) is
-    refused. The copy is compared with the edited run on a probe before it is returned.
+    ``pos_embed``, ``attn_out`` and ``mlp_out``; and `ip.add` at ``resid_mid`` and ``resid_post``. What weights cannot
+    do (only some positions or rows, conditions) and what would not be exact (a norm behind the map, a mixture of
+    experts) is refused. The copy is compared with the edited run on a probe before it is returned.
 
     Args:
         model: whose weights; not changed.
@@ -75,7 +75,9 @@ def written(model: TransformerModel, edits: Edit | Sequence[Edit]) -> Transforme
     _prove(model, made, several)
     if tables:
         copies.settle_ties(made.module)
-    copies.refuse_saving(made.module, [name for name in made.module.state_dict() if name not in names])
+    copies.refuse_saving(
+        made.module, [name for name in made.module.state_dict() if name not in names]
+    )
     return made
 
 
@@ -101,26 +103,30 @@ def _writer_of(model: TransformerModel, site: Site, edit: Edit) -> Writer:
     if kind in ("embed", "pos_embed"):
         endpoint = anatomy.embed if kind == "embed" else anatomy.pos_embed
         if endpoint is None or not isinstance(endpoint.module, torch.nn.Embedding):
-            raise Unsupported(f"{edit!r}: {site.canonical!r} is not the row of a table of embeddings.")
+            raise Unsupported(
+                f"{edit!r}: {site.canonical!r} is not the row of a table of embeddings."
+            )
         return Writer(endpoint=endpoint, table=True)
-    wanted = {"attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out"}.get(kind)
+    wanted = f"hook_{kind}" if kind in ("attn_out", "mlp_out") else None
     if isinstance(edit, add) and kind in ("resid_mid", "resid_post"):
         wanted = "hook_attn_out" if kind == "resid_mid" else "hook_mlp_out"
     if wanted is None or site.layer is None:
         raise Unsupported(
-            f"{edit!r}: {site.canonical!r} is not what one map writes. Edit what is written to the stream: embed, pos_embed, "
-            "attn_out, mlp_out; to take a direction out of the whole stream, vector.remove_from(model, layer)."
+            f"{edit!r}: {site.canonical!r} is not what one map writes. Edit what is written to the stream: embed, "
+            "pos_embed, attn_out, mlp_out; to take a direction out of the whole stream, vector.remove_from(model, layer)."
         )
     blocks = anatomy.towers[0].blocks
     block = blocks[site.layer]
     if any(norm.reads_sum for norm in block.norms.values()):
         raise Unsupported(
-            f"{edit!r}: a norm stands between the maps of {block.path} and the stream, so that weights before it cannot say "
-            "what is added."
+            f"{edit!r}: a norm stands between the maps of {block.path} and the stream, so that weights before it cannot "
+            "say what is added."
         )
     found = writers_of(block)
     if wanted not in found:
-        raise Unsupported(f"{edit!r}: {block.path} has no map of its own that writes there: {list(found)}.")
+        raise Unsupported(
+            f"{edit!r}: {block.path} has no map of its own that writes there: {list(found)}."
+        )
     check_alone(model, found[wanted])
     return Writer(endpoint=found[wanted], table=False)
 
@@ -161,7 +167,9 @@ def _of(
     if isinstance(given, (int, float)):
         return torch.tensor(float(given), dtype=torch.float64)
     point = model.hook_dict[site.name]
-    found = wide(given if isinstance(given, Tensor) else looked_up(given, point, edit)).to(like.device)
+    found = wide(given if isinstance(given, Tensor) else looked_up(given, point, edit)).to(
+        like.device
+    )
     found = found.squeeze() if not rows and found.ndim > 1 else found
     found = found[None] if rows and found.ndim == 1 else found
     if found.ndim > 1 + rows or (found.ndim and found.shape[-1] != like.shape[-1]):
@@ -184,7 +192,7 @@ def _prove(model: TransformerModel, made: TransformerModel, edits: Sequence[Edit
     if not far <= allowed:
         moved = float((edited.double() - plain.double()).abs().max()) / size
         raise Unsupported(
-            f"written into the weights of {model.tree.label}, {', '.join(map(repr, edits))} would not be the same: on a "
-            f"probe the outputs differ by {far:.2g} of their size, of {moved:.2g} that the edits change. Something stands "
-            "between the maps and the stream."
+            f"written into the weights of {model.tree.label}, {', '.join(map(repr, edits))} would not be the same: on "
+            f"a probe the outputs differ by {far:.2g} of their size, of {moved:.2g} that the edits change. Something "
+            "stands between the maps and the stream."
         )

@@ -186,7 +186,9 @@ class VariantRuns:
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
-        if looks := [act.hook for one in self._placed for act in one.all() if _looks_elsewhere(act)]:
+        if looks := [
+            act.hook for one in self._placed for act in one.all() if _looks_elsewhere(act)
+        ]:
             plan, why = "one per cell", f"{looks[0]!r} looks at another site of its own run"
         self.tally = Tally(plan=plan, why=why)
         self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
