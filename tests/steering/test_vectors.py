@@ -63,6 +63,13 @@ def test_a_direction_is_what_its_formula_says(by: str) -> None:
         assert float(vector.separation[layer]) == pytest.approx(known, rel=1e-3)
 
 
+def test_of_one_text_of_each_kind_nothing_is_known_of_their_spread() -> None:
+    there, away = kinds()
+    found = ip.steering_vector(wrapped("llama"), there[:1], away[:1], **QUIET)
+    assert found.separation.isnan().all()
+    assert found.directions.norm(dim=-1).min() > 0
+
+
 def test_texts_of_any_length_give_what_each_gives_alone() -> None:
     """repeng masks padding on the left only; here nothing is padded."""
     model = talking()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from interpose.cli.options import (
     Device,
@@ -21,61 +20,49 @@ from interpose.cli.options import (
     several,
     told,
 )
+from interpose.cli.steer_options import (
+    By,
+    How,
+    Length,
+    MostDamage,
+    Negative,
+    Other,
+    Phase,
+    Positive,
+    Save,
+    SiteName,
+    Strength,
+    Texts,
+    VectorFile,
+    Wish,
+    lines_of,
+    strengths_of,
+)
 
 if TYPE_CHECKING:
+    from interpose.results.result import Result
     from interpose.steering.vector import SteeringVector
-
-_TEXTS = "TEXT|@FILE"
-_LINES = "A text; @FILE has one in each line. May be said again."
-
-
-def _texts(about: str) -> Any:
-    return typer.Option(metavar=_TEXTS, help=f"{about} {_LINES}")
 
 
 @told
 def steer(
     wanted: Wanted,
     model: ModelName,
-    positive: Annotated[list[str] | None, _texts("What to steer towards.")] = None,
-    negative: Annotated[list[str] | None, _texts("What to steer away from.")] = None,
-    vector: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A vector that was saved: .safetensors, .json or .gguf."),
-    ] = None,
-    by: Annotated[
-        Literal["means", "pca", "pca_diff", "probe"],
-        typer.Option(help="How a direction is made of the texts."),
-    ] = "means",
-    site: Annotated[str, typer.Option(metavar="SITE", help="The kind of site.")] = "resid_post",
-    texts: Annotated[list[str] | None, _texts("Prompts to continue, or questions.")] = None,
-    answer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TOKEN", help="Wanted after --texts: one for all or one for each."),
-    ] = None,
-    other: Annotated[
-        list[str] | None, _texts("What steering should leave alone; goes with --answer.")
-    ] = None,
+    positive: Positive = None,
+    negative: Negative = None,
+    vector: VectorFile = None,
+    by: By = "means",
+    site: SiteName = "resid_post",
+    texts: Texts = None,
+    answer: Wish = None,
+    other: Other = None,
     layer: Annotated[list[str] | None, several("layers")] = None,
-    strength: Annotated[
-        list[str] | None, typer.Option(metavar="X,X,...", help="How strongly; several to compare.")
-    ] = None,
-    how: Annotated[
-        Literal["add", "add_keeping_norm", "project_out"],
-        typer.Option(help="What is done with the vector."),
-    ] = "add",
-    phase: Annotated[
-        Literal["prompt", "generated"] | None,
-        typer.Option(help="Steer only this part of the text."),
-    ] = None,
-    most_damage: Annotated[
-        float, typer.Option(metavar="NATS", help="How much loss a choice may cost on --other.")
-    ] = 0.1,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="How long texts become.")] = 30,
-    save: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Keep the vector: .safetensors, .json or .gguf."),
-    ] = None,
+    strength: Strength = None,
+    how: How = "add",
+    phase: Phase = None,
+    most_damage: MostDamage = 0.1,
+    max_new_tokens: Length = 30,
+    save: Save = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> Iterator[str]:
@@ -86,164 +73,167 @@ def steer(
 
     interpose steer pocket --positive "I love it" --negative "I hate it" --texts "The film was" --layer 4 --strength 2
     """
-    from interpose.steering.side_by_side import side_by_side
-    from interpose.steering.steer import steer as search
-
-    _check(positive, negative, vector, texts, answer, other, save, how)
-    strengths = _strengths(strength)
-    layers = numbers("layer", layer)
-    words = {"phase": phase} if phase else {}
+    asked = _Asked(
+        positive=lines_of(positive),
+        negative=lines_of(negative),
+        file=vector,
+        by=by,
+        site=site,
+        texts=lines_of(texts),
+        answer=answer,
+        other=lines_of(other),
+        layer=numbers("layer", layer),
+        strength=strengths_of(strength),
+        how=how,
+        words={"phase": phase} if phase else {},
+        most_damage=most_damage,
+        length=max_new_tokens,
+        save=save,
+    )
+    asked.check()
     if wanted.python:
-        said = {"positive": _lines(positive), "negative": _lines(negative), "by": by, "site": site}
-        yield script(model, device, dtype, _python(vector, said, _lines(texts), answer, _lines(other), {
-            "layer": layers, "strength": strengths, "how": how, "words": words, "most": most_damage,
-            "new": max_new_tokens, "save": save,
-        }))  # fmt: skip
+        yield script(model, device, dtype, asked.python())
         return
     there = load_model(model, device, dtype)
-    found = _vector(there, vector, _lines(positive), _lines(negative), by=by, site=site)
+    found = asked.vector(there)
     found.must_be_of(there)
     if save is not None:
         kept = found.save(save).resolve()
         if "-" not in dict(wanted.files()).values():
             yield f"the vector: {kept}"
-    if texts is None:
-        yield from give(found, wanted)
-        return
-    if answer is not None:
-        options: dict[str, Any] = {} if strengths is None else {"strength": strengths}
-        curve = search(
-            there,
-            found,
-            _lines(texts),
-            answer=answer[0] if len(answer) == 1 else answer,
-            other=_lines(other),
-            layer=layers,
-            how=how,
-            where=words,
-            most_damage=most_damage,
+    yield from give(asked.result(there, found), wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was asked for."""
+
+    positive: list[str]
+    negative: list[str]
+    file: str | None
+    by: str
+    site: str
+    texts: list[str]
+    answer: list[str] | None
+    other: list[str]
+    layer: list[int] | None
+    strength: list[float] | None
+    how: str
+    words: dict[str, Any]
+    most_damage: float
+    length: int
+    save: str | None
+
+    def check(self) -> None:
+        """Refuse what does not go together, before a model is loaded."""
+        made = bool(self.positive or self.negative)
+        if made == (self.file is not None):
+            raise ValueError(
+                "give --positive and --negative to make a vector, or --vector FILE to use one."
+            )
+        if made and not (self.positive and self.negative):
+            raise ValueError(
+                "--positive and --negative go together: a vector leads from the one to the other."
+            )
+        if (self.answer is None) != (not self.other):
+            raise ValueError(
+                "--answer and --other go together: effect is measured on the one, damage on the other."
+            )
+        if self.answer is not None and not self.texts:
+            raise ValueError("--answer goes with --texts: the questions it is the answer to.")
+        if self.answer is not None and self.how == "project_out":
+            raise ValueError("--how project_out has no strengths to compare: leave --answer out.")
+        if self.save is not None and Path(self.save).suffix not in (
+            ".safetensors",
+            ".json",
+            ".gguf",
+        ):
+            raise ValueError(f"--save writes .safetensors, .json or .gguf; got {self.save!r}.")
+
+    def vector(self, model: Any) -> SteeringVector:
+        """The vector, made or read."""
+        from interpose.steering.finding import steering_vector
+        from interpose.steering.vector import SteeringVector
+
+        if self.file is not None:
+            return SteeringVector.load(self.file)
+        return steering_vector(
+            model,
+            self.positive,
+            self.negative,
+            by=self.by,
+            site=self.site,
             progress=is_terminal(),
-            **options,
         )
-        yield from give(curve, wanted)
-        return
-    edits = {
-        name: getattr(found, how)(**given, layer=layers, **words)
-        for name, given in _named(strengths, how)
-    }
-    yield from give(
-        side_by_side(there, _lines(texts), edits, max_new_tokens=max_new_tokens), wanted
-    )
 
+    def result(self, model: Any, vector: SteeringVector) -> Result:
+        """The vector itself, texts with and without it, or the curve of its layers and strengths."""
+        from interpose.steering.side_by_side import side_by_side
+        from interpose.steering.steer import steer as search
 
-def _check(
-    positive: Any,
-    negative: Any,
-    vector: Any,
-    texts: Any,
-    answer: Any,
-    other: Any,
-    save: Any,
-    how: str,
-) -> None:
-    """Refuse what does not go together, before a model is loaded."""
-    if (vector is None) == (positive is None and negative is None):
-        raise ValueError(
-            "give --positive and --negative to make a vector, or --vector FILE to use one."
+        if not self.texts:
+            return vector
+        if self.answer is None:
+            edits = {
+                name: getattr(vector, self.how)(**given, layer=self.layer, **self.words)
+                for name, given in self.named()
+            }
+            return side_by_side(model, self.texts, edits, max_new_tokens=self.length)
+        strengths: dict[str, Any] = {} if self.strength is None else {"strength": self.strength}
+        return search(
+            model,
+            vector,
+            self.texts,
+            answer=self.single_answer(),
+            other=self.other,
+            layer=self.layer,
+            how=self.how,
+            where=self.words,
+            most_damage=self.most_damage,
+            progress=is_terminal(),
+            **strengths,
         )
-    if vector is None and (positive is None or negative is None):
-        raise ValueError(
-            "--positive and --negative go together: a vector leads from the one to the other."
-        )
-    if (answer is None) != (other is None):
-        raise ValueError(
-            "--answer and --other go together: effect is measured on the one, damage on the other."
-        )
-    if answer is not None and texts is None:
-        raise ValueError("--answer goes with --texts: the questions it is the answer to.")
-    if answer is not None and how == "project_out":
-        raise ValueError("--how project_out has no strengths to compare: leave --answer out.")
-    if save is not None and Path(save).suffix not in (".safetensors", ".json", ".gguf"):
-        raise ValueError(f"--save writes .safetensors, .json or .gguf; got {save!r}.")
 
+    def single_answer(self) -> Any:
+        """One answer for all texts, or one for each."""
+        answers = self.answer or []
+        return answers[0] if len(answers) == 1 else answers
 
-def _lines(given: list[str] | None) -> list[str]:
-    """Texts, and those of files: one in each line, empty lines left out."""
-    found: list[str] = []
-    for one in given or []:
-        if one.startswith("@"):
-            found += [
-                line for line in Path(one[1:]).read_text("utf-8").splitlines() if line.strip()
+    def named(self) -> list[tuple[str, dict[str, float]]]:
+        """What is put beside the text as it is: a name, and the words of the edit."""
+        if self.how == "project_out":
+            return [("without it", {})]
+        return [(f"strength {one:g}", {"strength": one}) for one in self.strength or [1.0]]
+
+    def python(self) -> str:
+        """The lines of a script that does the same, after the model is loaded."""
+        lines = [f"vector = ip.SteeringVector.load({self.file!r})"]
+        if self.file is None:
+            lines = [
+                f"positive = {self.positive!r}",
+                f"negative = {self.negative!r}",
+                "vector = ip.steering_vector(",
+                f"    model, positive, negative, by={self.by!r}, site={self.site!r}, progress=False",
+                ")",
             ]
-        else:
-            found.append(one)
-    return found
-
-
-def _strengths(given: list[str] | None) -> list[float] | None:
-    if not given:
-        return None
-    try:
-        return [float(part) for text in given for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--strength takes numbers, such as --strength 0.5,1,2; got {','.join(given)!r}."
-        ) from None
-
-
-def _named(strengths: list[float] | None, how: str) -> list[tuple[str, dict[str, float]]]:
-    if how == "project_out":
-        return [("without it", {})]
-    return [(f"strength {one:g}", {"strength": one}) for one in strengths or [1.0]]
-
-
-def _vector(
-    model: Any, file: str | None, positive: list[str], negative: list[str], *, by: str, site: str
-) -> SteeringVector:
-    from interpose.steering.finding import steering_vector
-    from interpose.steering.vector import SteeringVector
-
-    if file is not None:
-        return SteeringVector.load(file)
-    return steering_vector(model, positive, negative, by=by, site=site, progress=is_terminal())
-
-
-def _python(
-    file: str | None,
-    said: dict[str, Any],
-    texts: list[str],
-    answer: list[str] | None,
-    other: list[str],
-    options: dict[str, Any],
-) -> str:
-    """The lines of a script that does the same, after the model is loaded."""
-    lines = [f"vector = ip.SteeringVector.load({file!r})"]
-    if file is None:
-        words = f"by={said['by']!r}, site={said['site']!r}"
-        lines = [
-            f"positive = {said['positive']!r}",
-            f"negative = {said['negative']!r}",
-            f"vector = ip.steering_vector(model, positive, negative, {words})",
+        if self.save is not None:
+            lines.append(f"print('the vector:', vector.save({self.save!r}).resolve())")
+        if not self.texts:
+            return "\n".join([*lines, "print(vector)"])
+        lines.append(f"texts = {self.texts!r}")
+        if self.answer is not None:
+            lines.append(f"other = {self.other!r}")
+            given = {"answer": self.single_answer(), "layer": self.layer, "strength": self.strength}
+            given |= {"how": self.how, "where": self.words or None, "most_damage": self.most_damage}
+            said = "".join(f", {name}={x!r}" for name, x in given.items() if x is not None)
+            lines.append(
+                f"curve = ip.steer(model, vector, texts, other=other{said}, progress=False)"
+            )
+            return "\n".join([*lines, "print(curve)"])
+        inner = f"layer={self.layer}" + "".join(f", {n}={x!r}" for n, x in self.words.items())
+        edits = [
+            f"    {name!r}: vector.{self.how}({''.join(f'{x}, ' for x in given.values())}{inner}),"
+            for name, given in self.named()
         ]
-    if options["save"] is not None:
-        lines.append(f"vector.save({options['save']!r})")
-    if not texts:
-        return "\n".join([*lines, "print(vector)"])
-    lines.append(f"texts = {texts!r}")
-    if answer is not None:
-        lines.append(f"other = {other!r}")
-        given = "" if options["strength"] is None else f", strength={options['strength']}"
-        given += f", layer={options['layer']}, how={options['how']!r}, where={options['words']!r}"
-        given += f", most_damage={options['most']}"
-        lines.append(
-            f"print(ip.steer(model, vector, texts, answer={answer!r}, other=other{given}))"
-        )
-        return "\n".join(lines)
-    inner = "".join(f", {name}={value!r}" for name, value in options["words"].items())
-    edits = [
-        f"    {name!r}: vector.{options['how']}({''.join(f'{value}, ' for value in given.values())}"
-        f"layer={options['layer']}{inner}),"
-        for name, given in _named(options["strength"], options["how"])
-    ]
-    shown = f"ip.side_by_side(model, texts, edits, max_new_tokens={options['new']})"
-    return "\n".join([*lines, "edits = {", *edits, "}", f"print({shown})"])
+        shown = f"ip.side_by_side(model, texts, edits, max_new_tokens={self.length})"
+        return "\n".join([*lines, "edits = {", *edits, "}", f"print({shown})"])

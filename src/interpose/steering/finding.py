@@ -93,8 +93,6 @@ def steering_vector(
         )
     unit = _axes(there, away, by)
     directions = (moved * unit).sum(-1, keepdim=True) * unit
-    spread = [((one - one.mean(1, keepdim=True)) * unit[:, None]).sum(-1).var(1) for one in kinds]
-    apart = (moved * unit).sum(-1).abs() / ((spread[0] + spread[1]) / 2).sqrt()
     return SteeringVector(
         site=site,
         layers=layers,
@@ -103,9 +101,18 @@ def steering_vector(
         by=by,
         model_type=model_type_of(model),
         norms=torch.cat(kinds, 1).norm(dim=-1).mean(1).float(),
-        separation=apart.float() if min(len(one[0]) for one in kinds) > 1 else torch.empty(0),
+        separation=_separation(kinds, moved, unit),
         protocol={"examples": [len(there[0]), len(away[0])], "pos": _said(pos)},
     )
+
+
+def _separation(kinds: list[Tensor], moved: Tensor, unit: Tensor) -> Tensor:
+    """How many standard deviations lie between the means along a direction, [layer]; nothing of single examples."""
+    if min(values.shape[1] for values in kinds) < 2:
+        return torch.empty(0)
+    centred = [values - values.mean(1, keepdim=True) for values in kinds]
+    spread = torch.stack([(one * unit[:, None]).sum(-1).var(1) for one in centred]).mean(0)
+    return ((moved * unit).sum(-1).abs() / spread.sqrt()).float()
 
 
 def _axes(there: Tensor, away: Tensor, by: str) -> Tensor:

@@ -86,8 +86,8 @@ class SteeringCurve(ip.Scores):
         """The edit of the chosen layer and strength."""
         if self.chosen is None:
             raise ValueError(
-                f"no layer and strength has an effect with a damage of {self.most_damage} or less: {self._best()}. Give "
-                "a larger most_damage, other strengths, or another vector."
+                f"no layer and strength has an effect with a damage of {self.most_damage} or less: {self._best()}. "
+                "Give a larger most_damage, other strengths, or another vector."
             )
         if self.how == "given":
             raise ValueError(
@@ -220,12 +220,7 @@ def steer(
         max_rows: as in `ip.run_variants`.
         progress: as in `ip.sweep`.
     """
-    if (answer is None) == (metric is None):
-        raise ValueError("say what steering should raise: answer=... or metric=...")
-    if damage not in _DAMAGES:
-        raise ValueError(f"damage is 'loss' or 'kl'; got {damage!r}.")
-    if isinstance(how, str) and how not in ("add", "add_keeping_norm"):
-        raise ValueError(f"how is 'add', 'add_keeping_norm' or a function; got {how!r}.")
+    _check(answer, metric, damage, how)
     vector.must_be_of(model)
     layers = vector.layers if layer is None else _layers(vector, layer, model)
     strengths = [float(one) for one in strength]
@@ -249,30 +244,55 @@ def steer(
         effects = _Measured(read, steered, raised, answer).run(model, options)
         cost = ip.metrics.loss() if damage == "loss" else ip.metrics.kl()
         damages = _Measured(apart, free, cost, None).run(model, options)
-    shape = (len(layers), len(strengths))
-    gain = effects.mean - effects.base
+    measured = {
+        "metric": "probability of the answers" if metric is None else ip.metrics.label(metric),
+        "damage": "loss" if damage == "loss" else "divergence at the end",
+    }
+    about: dict[str, Any] = {"how": how if isinstance(how, str) else "given", "where": words}
+    found = _numbers(effects, damages, (len(layers), len(strengths)))
     return SteeringCurve(
         title=f"What a steering vector at {vector.site} does, by layer and strength",
-        values=torch.stack([gain, effects.right, damages.mean - damages.base]).reshape(3, *shape),
-        errors=torch.stack(
-            [effects.error, torch.full_like(gain, torch.nan), damages.error]
-        ).reshape(3, *shape),
         axes={"measure": list(_MEASURES), "layer": layers, "strength": strengths},
         unit="of the metric, share of texts, nats",
         protocol={
-            "metric": "probability of the answers" if metric is None else ip.metrics.label(metric),
+            **measured,
             "texts": read[0].total,
-            "other texts": apart[0].total,
-            "damage": "loss" if damage == "loss" else "divergence at the end",
+            "other_texts": apart[0].total,
             **work_of([*effects.runs, *damages.runs]),
         },
         evidence=_EVIDENCE,
         vector=vector,
-        how=how if isinstance(how, str) else "given",
-        where=words,
         most_damage=float(most_damage),
-        baseline={"metric": effects.base, "right": effects.base_right, "damage": damages.base},
+        **found,
+        **about,
     )
+
+
+def _check(answer: Any, metric: Any, damage: str, how: Any) -> None:
+    """Refuse what does not go together."""
+    if (answer is None) == (metric is None):
+        raise ValueError("say what steering should raise: answer=... or metric=...")
+    if damage not in _DAMAGES:
+        raise ValueError(f"damage is 'loss' or 'kl'; got {damage!r}.")
+    if isinstance(how, str) and how not in ("add", "add_keeping_norm"):
+        raise ValueError(f"how is 'add', 'add_keeping_norm' or a function; got {how!r}.")
+
+
+def _numbers(effects: _Measured, damages: _Measured, shape: tuple[int, int]) -> dict[str, Any]:
+    """The numbers of a curve, with their errors."""
+    gain = effects.mean - effects.base
+    unknown = torch.full_like(gain, torch.nan)
+    values = torch.stack([gain, effects.right, damages.mean - damages.base])
+    errors = torch.stack([effects.error, unknown, damages.error])
+    return {
+        "values": values.reshape(3, *shape),
+        "errors": errors.reshape(3, *shape),
+        "baseline": {
+            "metric": effects.base,
+            "right": effects.base_right,
+            "damage": damages.base,
+        },
+    }
 
 
 class _Measured:

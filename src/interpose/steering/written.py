@@ -1,8 +1,8 @@
 """`written`: edits of what is written to the stream as weights of a copy that computes the same without hooks.
 
 A linear map y = x W + b that writes to the stream takes up three kinds of edits of y: project_out(d) is W (1 - u u')
-and b (1 - u u'), scale(c) is c W and c b, add(v) is b + v. So does a table of embeddings, row by row. What the stream is
-after a block grows by what its MLP writes, so that add() at ``resid_post`` is one at ``mlp_out``.
+and b (1 - u u'), scale(c) is c W and c b, add(v) is b + v. So does a table of embeddings, row by row. What the stream
+is after a block grows by what its MLP writes, so that add() at ``resid_post`` is one at ``mlp_out``.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def _writer_of(model: TransformerModel, site: Site, edit: Edit) -> Writer:
     if wanted is None or site.layer is None:
         raise Unsupported(
             f"{edit!r}: {site.canonical!r} is not what one map writes. Edit what is written to the stream: embed, "
-            "pos_embed, attn_out, mlp_out; to take a direction out of the whole stream, vector.remove_from(model, layer)."
+            "pos_embed, attn_out, mlp_out; vector.remove_from(model, layer=5) takes a direction out of all of it."
         )
     blocks = anatomy.towers[0].blocks
     block = blocks[site.layer]
     if any(norm.reads_sum for norm in block.norms.values()):
         raise Unsupported(
-            f"{edit!r}: a norm stands between the maps of {block.path} and the stream, so that weights before it cannot "
-            "say what is added."
+            f"{edit!r}: a norm stands between the maps of {block.path} and the stream, so that weights before it "
+            "cannot say what is added."
         )
     found = writers_of(block)
     if wanted not in found:
