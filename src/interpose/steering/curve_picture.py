@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from interpose.render import colours, escape
+from interpose.render.svg import document, letters
 from interpose.results.result import number
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
         x = _LEFT + _WIDE * min(max(damage, 0.0), most) / most
         return x, _TOP + _HIGH * (high - effect) / span
 
-    parts = [_text(_LEFT, 18, title, bold=True)] if title else []
+    parts = [letters(_LEFT, 18, title, bold=True)] if title else []
     parts += _axes(most, low, high, cut=any(d > most for d, _ in known))
     zero = at(0.0, 0.0)[1]
     parts.append(
@@ -48,7 +49,7 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
     if 0 < bound <= most:
         x, _ = at(bound, 0)
         parts.append(f'<path d="M{x:.1f} {_TOP}v{_HIGH}" stroke="#cf222e" stroke-dasharray="4 3"/>')
-        parts.append(_text(x + 4, _TOP + 12, f"most damage {number(bound)}", ink="#cf222e"))
+        parts.append(letters(x + 4, _TOP + 12, f"most damage {number(bound)}", ink="#cf222e"))
     for row, layer in enumerate(curve.axes["layer"]):
         ink = _INKS[row % len(_INKS)]
         line = [(d, e, s) for d, e, s in zip(damages[row], effects[row], curve.axes["strength"])]
@@ -65,21 +66,14 @@ def curve_picture(curve: SteeringCurve, title: str) -> str:
                 parts.append(
                     f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="{ink}" stroke-width="2"/>'
                 )
-                parts.append(_text(x + 12, y + 4, f"{number(strength)}", ink=ink, bold=True))
+                parts.append(letters(x + 12, y + 4, f"{number(strength)}", ink=ink, bold=True))
         y = _TOP + 12 + 16 * row
         if row < 16:
             parts.append(
                 f'<path d="M{_LEFT + _WIDE + 14} {y - 4}h14" stroke="{ink}" stroke-width="2"/>'
             )
-            parts.append(_text(_LEFT + _WIDE + 34, y, f"layer {layer}"))
-    wide, tall = _LEFT + _WIDE + _RIGHT, _TOP + _HIGH + _LOW
-    inside = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" viewBox="0 0 {wide} {tall}" '
-        f'font-family="system-ui,sans-serif" font-size="12">\n'
-        f'<rect width="100%" height="100%" fill="{colours.PAPER}"/>\n'
-        f"{inside}\n</svg>\n"
-    )
+            parts.append(letters(_LEFT + _WIDE + 34, y, f"layer {layer}"))
+    return document(_LEFT + _WIDE + _RIGHT, _TOP + _HIGH + _LOW, parts)
 
 
 def _axes(most: float, low: float, high: float, *, cut: bool) -> list[str]:
@@ -90,23 +84,9 @@ def _axes(most: float, low: float, high: float, *, cut: bool) -> list[str]:
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = _LEFT + _WIDE * share, _TOP + _HIGH * (1 - share)
         more = " or more" if share == 1.0 and cut else ""
-        parts.append(_text(x, base + 16, f"{most * share:.3g}{more}", "middle"))
-        parts.append(_text(_LEFT - 6, y + 4, f"{low + (high - low) * share:.2f}", "end"))
-    parts.append(_text(_LEFT + _WIDE / 2, base + 36, "damage on other texts", "middle"))
+        parts.append(letters(x, base + 16, f"{most * share:.3g}{more}", "middle"))
+        parts.append(letters(_LEFT - 6, y + 4, f"{low + (high - low) * share:.2f}", "end"))
+    parts.append(letters(_LEFT + _WIDE / 2, base + 36, "damage on other texts", "middle"))
     turn = f' transform="rotate(-90 16 {_TOP + _HIGH / 2:.0f})"'
-    parts.append(_text(16, _TOP + _HIGH / 2, "effect", "middle", extra=turn))
+    parts.append(letters(16, _TOP + _HIGH / 2, "effect", "middle", extra=turn))
     return parts
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "start",
-    *,
-    ink: str = colours.INK,
-    bold: bool = False,
-    extra: str = "",
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra}>{escape.svg(text)}</text>'
