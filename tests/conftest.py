@@ -14,6 +14,7 @@ import torch
 from interpose.taps import context, eager
 from tests import selection
 from tests.copies import odd_addresses
+from tests.kernels import rounding_by_rows
 
 # INTERPOSE_TEST_DEVICE=cuda runs the same tests there, where autograd has threads of its own.
 torch.set_default_device(os.environ.get("INTERPOSE_TEST_DEVICE", "cpu"))
@@ -21,6 +22,9 @@ torch.set_default_device(os.environ.get("INTERPOSE_TEST_DEVICE", "cpu"))
 
 # INTERPOSE_TEST_COPIES=odd lets copies begin at odd addresses, for kernels that look at them.
 ODD = os.environ.get("INTERPOSE_TEST_COPIES") == "odd"
+
+# INTERPOSE_TEST_KERNELS=rows lets linear maps and attention round by the number of their rows, as some CPUs' do.
+BY_ROWS = os.environ.get("INTERPOSE_TEST_KERNELS") == "rows"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,6 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def copies_at_odd_addresses() -> Iterator[None]:
     """Every copy that takes a value's place begins where torch's allocator would put none."""
     with odd_addresses():
+        yield
+
+
+@pytest.fixture(autouse=BY_ROWS)
+def kernels_that_round_by_rows() -> Iterator[None]:
+    """What a run gives moves in its last bits with the number of its rows and positions."""
+    with rounding_by_rows():
         yield
 
 

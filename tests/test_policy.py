@@ -40,6 +40,7 @@ LAYERS = [
     "store",
     "detectors",
     "sae",
+    "concepts",
     "steering",
     "experiments",
     "cli",

@@ -157,6 +157,9 @@ from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
+from interpose.store.foreign.importing import import_activations as import_activations
+from interpose.store.listing import StoreList as StoreList, list_stores as list_stores
+from interpose.store.info import StoreInfo as StoreInfo
 
 # Detectors that keep what they find
 from interpose.detectors.activation_log import ActivationLog as ActivationLog
@@ -173,6 +176,7 @@ from interpose.detectors.top_activating import TopActivating as TopActivating
 from interpose.sae.attaching import Attached as Attached
 from interpose.sae.codes import Codes as Codes
 from interpose.sae.crosscoder import CrossCoder as CrossCoder
+from interpose.sae.evaluation import SAEEvaluation as SAEEvaluation, evaluate_sae as evaluate_sae
 from interpose.sae.matching_pursuit import MatchingPursuitSAE as MatchingPursuitSAE
 from interpose.sae.relu import (
     GatedSAE as GatedSAE,
@@ -186,6 +190,18 @@ from interpose.sae.topk import (
     MatryoshkaSAE as MatryoshkaSAE,
     TopKSAE as TopKSAE,
 )
+from interpose.sae.training.recipe import SAERecipe as SAERecipe
+from interpose.sae.training.result import SAETraining as SAETraining
+from interpose.sae.training.train import train_sae as train_sae
+
+# What units respond to
+from interpose.concepts.features import features as features
+from interpose.concepts.labelling import (
+    label_features as label_features,
+    score_labels as score_labels,
+)
+from interpose.concepts.naming import Concepts as Concepts
+from interpose.concepts.report import Features as Features
 
 # Steering
 from interpose.steering.finding import steering_vector as steering_vector

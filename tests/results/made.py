@@ -142,12 +142,22 @@ MADE: dict[str, Callable[[], ip.Result]] = {
     "Probe": lambda: probed().best,
     "ProbeScores": probed,
     "TunedLens": lambda: ip.TunedLens.fit(pocket(), TEXTS[:2], steps=1, **QUIET),
+    "Features": lambda: ip.features(
+        pocket(), TEXTS, site="post", layer=3, neuron=[4, 20], k=3, sample=4, context=2, **QUIET
+    ),
+    "Concepts": lambda: ip.Concepts.of({4: "old things", 20: "doors"}, {4: 0.75}),
     "FeatureMaps": lambda: ip.feature_maps(net(), images(), "0"),
     "GradientHealth": lambda: ip.gradient_health(net(), images(), loss=torch.sum),
     "ActivationStatistics": lambda: ip.activation_statistics(
         net(), [images()], ["0", "3"], **QUIET
     ),
     "ShapeLog": shapes,
+    "SAEEvaluation": lambda: ip.evaluate_sae(
+        list(ENDS), ip.TopKSAE(192, 16, k=2), ("resid_post", 3), model=pocket(), **QUIET
+    ),
+    "SAETraining": lambda: ip.train_sae(
+        torch.randn(64, 4), ip.TopKSAE(4, 8, k=2), steps=3, batch_size=16, device="cpu", **QUIET
+    ),
 }
 
 

@@ -163,7 +163,7 @@ def test_text_stays_below_a_screen_and_pages_load_nothing(name: str, tmp_path: P
 @ALL
 def test_pictures_are_drawn_or_refused_with_what_can_be_written(name: str, tmp_path: Path) -> None:
     result = made(name)
-    small = isinstance(result, ip.SweepResult) or (
+    small = isinstance(result, (ip.SweepResult, ip.SAEEvaluation)) or (
         isinstance(result, ip.Scores) and len(result.axes) <= 2
     )
     svg, png = (name in ("Circuit", "SteeringCurve") or small), (name == "FeatureMaps" or small)

@@ -292,3 +292,20 @@ def test_a_stream_loses_nothing_by_being_looked_at(size: int, peeked: int) -> No
     assert [item for shard in shards for item in shard.items] == [[n] for n in range(10)]
     assert [shard.last for shard in shards] == [False] * (len(shards) - 1) + [True]
     assert [shard.first for shard in shards] == list(range(0, 10, size))
+
+
+def test_sites_are_meant_by_name_kind_or_glob(tmp_path: Path) -> None:
+    store = ip.harvest(
+        ip.wrap(tiny.build("gpt2")), [[3, 4, 5]], ["resid_post", "z"], store=tmp_path / "s", progress=False
+    )  # fmt: skip
+    streams = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+    for asked in (
+        "resid_post",
+        "blocks.*.hook_resid_post",
+        streams,
+        [("resid_post", 0), "resid_post"],
+    ):
+        assert sorted(next(store.batches(asked)).values) == streams
+        assert [row.site for row in store.statistics(asked).rows] == streams
+    with pytest.raises(ip.SiteNotFound, match="'mlp_out' is not in this store"):
+        store.batches("mlp_out")

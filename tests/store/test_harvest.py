@@ -16,6 +16,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.store import harvest as harvesting
+from interpose.store import needs
 from interpose.store.records import Commit, file_name
 from tests.bounds import assert_near, rounding
 from tests.models import tiny
@@ -457,8 +458,8 @@ def test_a_full_disk_says_what_to_do_and_leaves_what_was_committed(tmp_path: Pat
 def test_a_disk_that_is_too_small_is_told_of_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = harvesting.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(harvesting.shutil, "disk_usage", lambda path: usage._replace(free=5000))
+    usage = needs.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(needs.shutil, "disk_usage", lambda path: usage._replace(free=5000))
     with pytest.raises(
         ip.FileError, match=r"about .* KB are needed for 112 tokens, and .* has 4.9 KB left"
     ):

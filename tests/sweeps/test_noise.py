@@ -275,3 +275,46 @@ def test_ablations_mark_what_is_within_the_noise() -> None:
     assert "within_noise" not in wanted.top(1)[0]
     assert ip.Scores.from_dict(found.to_dict()).noise_floor == found.noise_floor
     assert found.sum("head").noise_floor == pytest.approx(6 * found.noise_floor)
+
+
+PATHS = {"metric": LEAD, "progress": False}
+FACT = "The Eiffel Tower is in"
+METHODS: dict[str, Any] = {
+    "a path": lambda model: ip.path_patching(model, *NAMES, **PATHS),
+    "a path to heads": lambda model: ip.path_patching(
+        model, *NAMES, receivers=[(6, 0, "v"), (6, 4, "v")], **PATHS
+    ),
+    "a knockout": lambda model: ip.attention_knockout(
+        model, NAMES[0], query=-1, over=("layer", "key"), **PATHS
+    ),
+    "tracing": lambda model: ip.causal_tracing(
+        model, FACT, subject="Eiffel Tower", answer=" Paris", samples=4, progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_variants_mark_what_is_within_the_noise(method: str) -> None:
+    short, exact = pocket(torch.bfloat16)
+    found, wanted = (METHODS[method](model) for model in (short, exact))
+    assert wanted.noise_floor == 0
+    assert "noise floor" not in repr(wanted)
+    within = found.within_noise
+    count = int(within.sum())
+    off = (found.values - wanted.values).abs()
+    assert float(off[within].max()) <= found.noise_floor  # so far it does move them
+    wrong = found.values * wanted.values < 0
+    assert bool(wrong.any())
+    assert not bool((wrong & ~within).any())
+    assert 0 < count < within.numel()
+    assert float(wanted.values.abs().max()) > 2 * found.noise_floor
+    assert f"{count} of {within.numel()} are within it" in repr(found)
+    assert [record["within_noise"] for record in found.records()].count(True) == count
+
+
+def test_a_method_that_is_ended_does_not_know_its_floor() -> None:
+    short, _ = pocket(torch.bfloat16)
+    with pytest.raises(ip.Cancelled) as raised:
+        ip.path_patching(short, *NAMES, metric=LEAD, progress=lambda done, _: done < 5)
+    assert raised.value.result.noise_floor == float("inf")
+    repr(raised.value.result)

@@ -26,6 +26,7 @@ from interpose.cli.options import (
     told,
 )
 from interpose.cli.steer import steer
+from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
     Answer,
@@ -177,7 +178,7 @@ def run(
     experiment: Annotated[str, typer.Argument(metavar="FILE", help="The experiment's file.")],
     device: Device = None,
 ) -> Iterator[str]:
-    """Run an experiment from its file, as interpose sweep --save wrote it."""
+    """Run an experiment from a file that interpose sweep --save wrote."""
     from interpose.experiments.experiment import Experiment
 
     loaded = Experiment.load(experiment)
@@ -185,6 +186,10 @@ def run(
         yield loaded.to_python(experiment).rstrip("\n")
         return
     yield from give(loaded.run(device=device, progress=is_terminal()), wanted)
+
+
+app.command()(told(harvest))
+app.add_typer(stores, name="store")
 
 
 @app.command()

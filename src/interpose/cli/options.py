@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FILE = "FILE"
 _KINDS = ("json", "csv", "html")
-_HELD, _FAILED, _MISTAKEN = 0, 1, 2
+_HELD, _FAILED, _MISTAKEN, _INTERRUPTED = 0, 1, 2, 130
 
 Device = Annotated[
     str | None,
@@ -151,6 +151,7 @@ def told(command: Callable[..., Iterator[str]]) -> Callable[..., None]:
     """
     own = inspect.signature(command, eval_str=True)
     _, *mine = own.parameters.values()
+    name = command.__name__.replace("_", " ")
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -158,10 +159,14 @@ def told(command: Callable[..., Iterator[str]]) -> Callable[..., None]:
         debug = common.pop("debug")
         try:
             held = _printed(command(Wanted(**common), **given))
+        except KeyboardInterrupt as ended:
+            said = " ".join(["ended.", *getattr(ended, "__notes__", ())])
+            typer.echo(f"interpose {name}: {_as_command(said)}", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            typer.echo(f"interpose {command.__name__}: {_message(error, own)}", err=True)
+            typer.echo(f"interpose {name}: {_message(error, own)}", err=True)
             raise typer.Exit(_MISTAKEN) from None
         raise typer.Exit(_HELD if held in (None, True) else _FAILED)
 
@@ -191,7 +196,12 @@ def _message(error: Exception, command: inspect.Signature) -> str:
         return f"--{name} {value or '...'}" if name in there else match[0]
 
     text = re.sub(r"\b([a-z_]+)=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\.{3}|[\w.-]*\w)", flag, text)
-    return text.replace("model.sites", "interpose sites MODEL")
+    return _as_command(text).replace("model.sites", "interpose sites MODEL")
+
+
+def _as_command(text: str) -> str:
+    """What is said of a call of the library, said of the command."""
+    return text.replace("same ip.harvest(...)", "same command")
 
 
 _FORESEEN = (
@@ -223,7 +233,7 @@ def is_terminal() -> bool:
 
 
 def load_model(model: str, device: str | None, dtype: str | None) -> TransformerModel:
-    """A model by its name, in the dtype that is asked for."""
+    """The model, where and in what it is asked for."""
     import torch
 
     import interpose as ip

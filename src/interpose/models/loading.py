@@ -126,7 +126,7 @@ def load(
             name_or_folder, config=config, dtype="auto" if dtype is None else dtype, **options
         )
     if "device_map" not in options:
-        module = module.to(device or _best_device())
+        module = module.to(device or best_device())
     module.eval()
     tokenizer, processor = _readers(transformers, name_or_folder, options)
     return TransformerModel(module, tokenizer=tokenizer, processor=processor)
@@ -194,7 +194,8 @@ def _transformers() -> Any:
     return transformers
 
 
-def _best_device() -> torch.device:
+def best_device() -> torch.device:
+    """The accelerator, if there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from interpose.edits.edit import Edit
 from interpose.edits.saving import save_edits
 from interpose.engine.hooks import Engine, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
-from interpose.files.reading import read_bytes
 from interpose.jobs.job import Worker, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
@@ -27,6 +25,8 @@ from interpose.render.text import human_bytes
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
 from interpose.store.filling import SegmentMaker, record, sweep_unfinished
+from interpose.store.needs import Expected, Left
+from interpose.store.pools import must_be_part
 from interpose.store.records import (
     ABOUT,
     COMMITS,
@@ -39,7 +39,7 @@ from interpose.store.records import (
     TextsAbout,
     commit_name,
 )
-from interpose.store.rows import row_length, texts_of, tokens_a_text
+from interpose.store.rows import row_length, texts_of
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
@@ -99,24 +99,63 @@ def harvest(
         workers: how many processes hold the model, with ``ray``.
         progress: as in `sweep`; it counts tokens.
     """
+    begun = begin(
+        model,
+        texts,
+        site,
+        store=store,
+        pos=pos,
+        dtype=dtype,
+        hooks=hooks,
+        prepend_bos=prepend_bos,
+        length=length,
+        column=column,
+        batch_tokens=batch_tokens,
+        segment_texts=segment_texts,
+        part=part,
+        engine=engine,
+    )
+    return begun.fill(engine=engine, workers=workers, progress=progress)
+
+
+def begin(
+    model: TransformerModel | str,
+    texts: Any,
+    site: Filter,
+    *,
+    store: str | Path,
+    pos: Any = None,
+    dtype: str | torch.dtype | None = None,
+    hooks: Iterable[Any] = (),
+    prepend_bos: bool | None = None,
+    length: int | None = None,
+    column: str = "text",
+    batch_tokens: int | None = None,
+    segment_texts: int | None = None,
+    part: tuple[int, int] = (0, 1),
+    engine: str = "local",
+) -> Begun:
+    """A store with nothing in it yet, or one that is gone on with: all that `harvest` does before the model runs."""
     name = model if isinstance(model, str) else None
     model = load(model) if isinstance(model, str) else model
-    must_read_text(model)
-    if model.module.training:
-        raise Unsupported(
-            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
-        )
+    _must_be_ready(model)
+    must_be_part(part)
     live = _live(model, hooks, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
     source = texts_of(model, texts, column)
     folder = Path(store).absolute()
     there = _about_there(folder)
     sites = vectors.described()
+    expected = None
+    if there is None or source.count is not None:  # an iterator goes on where it was
+        expected = Expected.of(
+            model, source, sites, Positions(pos), prepend_bos=prepend_bos, length=length
+        )
     if there is None:
-        tokens = tokens_a_text(model, source, prepend_bos, length)
-        plan = _plan(model, sites, tokens, batch_tokens, segment_texts)
+        assert expected is not None
+        plan = _plan(model, sites, expected.tokens, batch_tokens, segment_texts)
     else:
-        tokens, plan = None, _same_plan(there.plan, batch_tokens, segment_texts)
+        plan = _same_plan(there.plan, batch_tokens, segment_texts)
     edits = [hook for hook in live if isinstance(hook, Edit)]
     about = About(
         model=fingerprint.of_model(model),
@@ -136,13 +175,46 @@ def harvest(
         names={} if (names := model.tree.speller()) is None else dataclasses.asdict(names),
     )
     about = _begin(folder, about, there, edits)
-    if tokens is not None and source.count is not None:
-        _must_have_room(folder, about, tokens * source.count)
+    left = None
+    if expected is not None and source.count is not None:
+        done = open_store(folder).commits
+        left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
+        left.must_fit(folder)
     job = Harvest(folder, about, source, vectors, part=part, name=name)
-    total = None if tokens is None or source.count is None else round(tokens * source.count)
-    with Progress(progress, total, "token") as bar:
-        run(job, engine=engine, workers=workers, step=bar.step)
-    return open_store(folder)
+    return Begun(job, expected, left)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A harvest that can start: the job, what there is of a text, what is left; None where that is not known."""
+
+    job: Harvest
+    expected: Expected | None
+    left: Left | None
+
+    def fill(
+        self, *, engine: str = "local", workers: int | None = None, progress: ShowProgress = True
+    ) -> Store:
+        """Do what is left."""
+        folder = self.job.folder
+        total = None if self.left is None else self.left.tokens
+        try:
+            with Progress(progress, total, "token", note=self._note) as bar:
+                run(self.job, engine=engine, workers=workers, step=bar.step)
+        except KeyboardInterrupt as ended:
+            ended.add_note(f"What was committed stays in {str(folder)!r}. {GOES_ON}")
+            raise
+        return open_store(folder)
+
+    def _note(self, tokens: int) -> str:
+        """How many bytes so many tokens are."""
+        if self.expected is None:
+            return ""
+        whole = "" if self.left is None else f" of {human_bytes(self.left.nbytes)}"
+        return human_bytes(tokens * self.expected.nbytes) + whole
+
+
+GOES_ON = "The same ip.harvest(...) goes on from there."
 
 
 class Harvest:
@@ -192,6 +264,15 @@ class Harvest:
         return SegmentMaker(self.folder, self.about, self.vectors)
 
 
+def _must_be_ready(model: TransformerModel) -> None:
+    """Refuse a model that reads no text, or of which every run is another one."""
+    must_read_text(model)
+    if model.module.training:
+        raise Unsupported(
+            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
+
+
 def _about_there(folder: Path) -> About | None:
     """What a store is of that is there already."""
     file = folder / ABOUT
@@ -202,7 +283,7 @@ def _about_there(folder: Path) -> About | None:
                     f"{str(folder)!r} is there and is not a store. Give a new folder, or an empty one."
                 )
         return None
-    return About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+    return About.read(file)
 
 
 def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -> About:
@@ -217,7 +298,7 @@ def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -
                 f"{str(folder)!r} is a store of something else: {why}. Give another folder; or the same model, texts "
                 "and arguments, to go on with this one."
             )
-        if edits and not (folder / HOOKS).exists():
+        if edits and not (folder / HOOKS / "edits.json").exists():  # which is written last
             save_edits(folder / HOOKS, edits)
         sweep_unfinished(folder)
     except PermissionError as error:
@@ -276,18 +357,3 @@ def _same_plan(plan: Plan, batch_tokens: int | None, segment_texts: int | None) 
     """The plan of a store that is there, with what is asked for: if that is another, it is refused."""
     asked = {"batch_tokens": batch_tokens, "texts": segment_texts}
     return dataclasses.replace(plan, **{n: one for n, one in asked.items() if one is not None})
-
-
-def _must_have_room(folder: Path, about: About, tokens: float) -> None:
-    """Refuse what the disk does not hold, before it begins."""
-    share = 1.0 if about.pos is None else 0.0  # of some positions it is not known beforehand
-    done = sum(commit.tokens for commit in open_store(folder).commits.values())
-    needed = max(0.0, tokens - done) * (
-        share * sum(site.nbytes for site in about.sites.values()) + 8
-    )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise FileError(
-            f"about {human_bytes(needed)} are needed for {tokens:,.0f} tokens, and {str(folder)!r} has "
-            f"{human_bytes(free)} left. Fewer sites, positions (pos=) or bits (dtype='bfloat16', 'int8') take less."
-        )

@@ -148,15 +148,30 @@ class ChunkPools:
             for number, segment in enumerate(segments)
             for start in range(0, segment.commit.vectors, chunk)
         ]
-        self._each = max(1, size // chunk)
+        self._size = size
 
     def of(self, epoch: int, state: Any, first: int) -> Iterator[Pool]:  # noqa: ARG002
         """The pools of an epoch, from one on."""
         order = list(range(len(self._chunks)))
         if self.shuffle:
             order = torch.randperm(len(order), generator=generator(self.seed, epoch)).tolist()
-        for at in range(first * self._each, len(order), self._each):
-            yield self._pool([self._chunks[number] for number in order[at : at + self._each]])
+        for number, some in enumerate(self._pools_of(order)):
+            if number >= first:
+                yield self._pool(some)
+
+    def _pools_of(self, order: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Chunks that are mixed: as many as a pool holds, whatever the sizes of segments."""
+        held: list[tuple[int, int, int]] = []
+        count = 0
+        for chunk in (self._chunks[number] for number in order):
+            _, start, end = chunk
+            if held and count + end - start > self._size:
+                yield held
+                held, count = [], 0
+            held.append(chunk)
+            count += end - start
+        if held:
+            yield held
 
     def _pool(self, chunks: Sequence[tuple[int, int, int]]) -> Pool:
         values: dict[str, list[Tensor]] = {name: [] for name in self.names}

@@ -20,13 +20,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import torch
 
 from interpose.errors import FileError
-from interpose.files.reading import parse_json
+from interpose.files.reading import parse_json, read_bytes
 from interpose.files.schema import ANYTHING, Field, MapOf, Record, kind_of, record_of, shown
 from interpose.names import Speller
 from interpose.store.tensor_files import NAMES, Written
@@ -161,6 +162,11 @@ class About:
         return _canonical({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, 1)
 
     @classmethod
+    def read(cls, path: Path) -> Self:
+        """What `to_json` wrote to a file, checked."""
+        return cls.from_json(read_bytes(path).decode("utf-8", "replace"), repr(str(path)))
+
+    @classmethod
     def from_json(cls, text: str, source: str) -> Self:
         """What `to_json` wrote, checked.
 
@@ -239,6 +245,11 @@ class Commit:
         """Itself as a file has it, with a checksum of itself."""
         text = _canonical(dataclasses.asdict(self))
         return _canonical({"commit": json.loads(text), "sha256": _hash(text)}) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What `to_json` wrote to a file, checked."""
+        return cls.from_json(read_bytes(path).decode("utf-8", "replace"), repr(str(path)))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Self:
