@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,6 @@ class SiteAct:
     def layer(self) -> int:
         """The block that it is in; -1 for none."""
         return -1 if self.site.layer is None else self.site.layer
-
-    @property
-    def looks_elsewhere(self) -> bool:
-        """Whether it is an edit with a condition at another site, which each run has to itself."""
-        return getattr(getattr(self.hook, "when", None), "where", None) is not None
 
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """The new value; None for what was made of the given one in place."""
@@ -87,3 +83,16 @@ def acts_of(model: TransformerModel, item: Any) -> list[SiteAct]:
         )
     wanted: Any = vars(hook).get("site")
     return [SiteAct(hook, site) for site, _ in model.select(wanted)] if hook.enabled else []
+
+
+def by_itself(several: Sequence[Sequence[SiteAct]]) -> tuple[str, str] | None:
+    """The plan of variants of which one looks at another site of its own run, and why; else None.
+
+    Args:
+        several: what all variants do, and what each does.
+    """
+    for act in itertools.chain(*several):
+        condition = getattr(act.hook, "when", None)
+        if condition is not None and condition.where is not None:
+            return "one per cell", f"{act.hook!r} looks at another site of its own run"
+    return None
