@@ -25,6 +25,7 @@ from interpose.cli.options import (
     several,
     told,
 )
+from interpose.cli.sae import saes
 from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
@@ -189,6 +190,7 @@ def run(
 
 app.command()(told(harvest))
 app.add_typer(stores, name="store")
+app.add_typer(saes, name="sae")
 
 
 @app.command()
