@@ -26,6 +26,7 @@ from interpose.cli.options import (
     told,
 )
 from interpose.cli.sae import saes
+from interpose.cli.size import size
 from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
@@ -189,6 +190,7 @@ def run(
 
 
 app.command()(told(harvest))
+app.command()(told(size))
 app.add_typer(stores, name="store")
 app.add_typer(saes, name="sae")
 
