@@ -31,6 +31,7 @@ COMMANDS = [
     "harvest",
     "size",
     "sweep",
+    "steer",
     "store ls",
     "store info",
     "store verify",
@@ -88,6 +89,7 @@ def arguments(command: str, folder: Path) -> list[str]:
         "size": ["pocket", "--tokens", "1000"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
+        "steer": ["pocket", "--positive", "I am", "--negative", "I was", "--device", "cpu"],
     }
     return [command, *given[command]]
 
