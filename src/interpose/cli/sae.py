@@ -87,6 +87,26 @@ def sae_train(
 
     Ended, it goes on when the same command is given again; done, it does nothing.
     """
+    yield from _trained(wanted, **{name: one for name, one in locals().items() if name != "wanted"})
+
+
+def _trained(
+    wanted: Wanted,
+    *,
+    store: str,
+    folder: str,
+    latents: int,
+    k: float | None,
+    architecture: str,
+    widths: list[str] | None,
+    site: str | None,
+    site_out: str | None,
+    without_first: bool,
+    step_dtype: str,
+    device: str | None,
+    **given: Any,
+) -> Iterator[str]:
+    """What `sae_train` prints."""
     from interpose.store.store import open_store
 
     if ("topk" in architecture) != (k is not None):
@@ -95,23 +115,19 @@ def sae_train(
     options: dict[str, Any] = {
         "k": int(k) if k is not None and architecture in ("topk", "abstopk") else k,
         "widths": numbers("widths", widths),
+        "d_out": None if site_out is None else _width(opened, site_out),
     }
-    sizes = [_width(opened, site), latents]
-    if site_out is not None:
-        options["d_out"] = _width(opened, site_out)
     options = {name: one for name, one in options.items() if one is not None}
-    recipe: dict[str, Any] = {"learning_rate": learning_rate, "sparsity": sparsity, "l0": l0}
+    sizes = [_width(opened, site), latents]
+    recipe = {name: given.pop(name) for name in ("learning_rate", "sparsity", "l0")}
     recipe = {name: one for name, one in recipe.items() if one is not None}
-    words: dict[str, Any] = {
-        "out": site_out, "steps": steps, "batch_size": batch_size, "seed": seed, "dtype": step_dtype,
-        "device": device, "folder": folder,
-    }  # fmt: skip
+    words: dict[str, Any] = {"out": site_out, **given, "dtype": step_dtype, "device": device}
     words = {name: one for name, one in words.items() if one not in (None, _SAME.get(name))}
+    words["folder"] = folder
     kind = _kind(architecture)
     if wanted.python:
-        yield _script(
-            store, kind.__name__, [*sizes, *options.items()], site, words, recipe, without_first
-        )
+        made = [*sizes, *options.items()]
+        yield _script(store, kind.__name__, made, site, words, recipe, without_first)
         return
     import torch
 
