@@ -26,6 +26,7 @@ from interpose.cli.options import (
     told,
 )
 from interpose.cli.size import size
+from interpose.cli.steer import steer
 from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
@@ -255,6 +256,9 @@ def sweep(
         experiment.save(save)
         if "-" not in dict(wanted.files()).values():
             yield f"the experiment: {save}  (again: interpose run {save})"
+
+
+app.command()(steer)
 
 
 if __name__ == "__main__":
