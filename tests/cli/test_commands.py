@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ import interpose as ip
 from interpose.cli.main import app, main
 from interpose.models.proofs.report import Finding, Report
 from tests.pages import loads_nothing
+from tests.store.cached import as_mi_crow
 
 COMMANDS = [
     "demo",
@@ -26,10 +29,16 @@ COMMANDS = [
     "sites",
     "run",
     "harvest",
+    "size",
     "sweep",
+    "steer",
     "store ls",
     "store info",
     "store verify",
+    "store export",
+    "store import",
+    "sae train",
+    "sae eval",
 ]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
@@ -55,27 +64,44 @@ def arguments(command: str, folder: Path) -> list[str]:
             path
         )
         return ["run", str(path), "--device", "cpu"]
-    if command == "harvest" or command.startswith("store"):
+    if command == "harvest" or command.startswith(("store", "sae")):
         (folder / "texts.txt").write_text("The cat\nThe old dog\n")
         words = ["harvest", "pocket", "texts.txt", "--site", "resid_post,z", "--layer", "0,-1"]
         words += ["--store", "there", "--device", "cpu"]
         if command == "harvest":
             return words
+        if command == "store import":
+            as_mi_crow(folder / "run", {"layer": [torch.ones(2, 4)]}, batch=1)
+            return [*command.split(), "run", "--store", "there"]
         assert asked(*words).exit_code == 0
-        return [*command.split(), *([] if command == "store ls" else ["there"])]
+        if command == "sae train":
+            sizes = ["--latents", "16", "--k", "2", "--steps", "3", "--batch-size", "4"]
+            more = ["--site", "blocks.0.hook_resid_post", "--without-first", "--device", "cpu"]
+            return ["sae", "train", "there", "sae", *sizes, *more]
+        if command == "sae eval":
+            sites = ["--site", "blocks.6.hook_resid_post", "--device", "cpu"]
+            return ["sae", "eval", "pocket", "there", *sites, "--model", "pocket"]
+        more = {"store ls": [], "store export": ["there", "out", "--format", "npy"]}
+        return [*command.split(), *more.get(command, ["there"])]
     given = {
         "demo": [],
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
+        "size": ["pocket", "--tokens", "1000"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
+        "steer": ["pocket", "--positive", "I am", "--negative", "I was", "--device", "cpu"],
     }
     return [command, *given[command]]
 
 
 def test_commands_share_their_options_word_for_word() -> None:
     group: Any = get_command(app)
-    stores = group.commands.pop("store")
-    there = dict(group.commands) | {f"store {name}": one for name, one in stores.commands.items()}
+    inner = {name: group.commands.pop(name) for name in ("store", "sae")}
+    there = dict(group.commands) | {
+        f"{name} {command}": one
+        for name, commands in inner.items()
+        for command, one in commands.commands.items()
+    }
     assert list(there) == COMMANDS
     helps = {}
     for name, command in there.items():
@@ -124,6 +150,7 @@ def test_files_are_written_and_printed_alike(
     assert len({len(row) for row in rows}) == 1
     loads_nothing(made["html"])
     assert made["html"].startswith("<!doctype html>")
+    shutil.rmtree("out", ignore_errors=True)
     printed = asked(*words, "--csv", "-")
     assert printed.exit_code == 0
     assert printed.stdout == made["csv"]  # nothing else is printed
@@ -148,6 +175,7 @@ def test_python_prints_a_script_that_does_the_same(
         )
         return
     exec(script.stdout, {})
+    shutil.rmtree("out", ignore_errors=True)
     printed = capsys.readouterr().out
     if command not in ("demo", "store verify"):  # the script of one is short, the other is silent
         assert asked(*words).stdout.rstrip() == printed.rstrip()
@@ -183,6 +211,9 @@ def test_a_check_that_fails_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> No
         (["harvest", "pocket", "x", "--site", "z", "--store", "s", "--part", "4"], "such as 0/4"),
         (["store", "info", "."], "there is no store in '.'"),
         (["store", "ls", "nowhere"], "interpose store ls: there is no folder 'nowhere'"),
+        (["sae", "train", "no", "x", "--latents", "4"], "--k says how many latents fire"),
+        (["sae", "train", "no", "x", "--latents", "4", "--k", "2"], "there is no store in 'no'"),
+        (["sae", "eval", "no", "no"], "there is no store in 'no'"),
         (["demo", "--clean", "x"], "--clean and --corrupt go together"),
         (["run"], "Missing argument"),
         (["sweep", "--patch", "both"], "'both' is not one of"),

@@ -217,6 +217,79 @@ def store_verify(
     return not found
 
 
+@stores.command("export")
+@told
+def store_export(
+    wanted: Wanted,
+    store: StorePath,
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    format: Annotated[  # noqa: A002 - the library's word
+        Literal["npy", "parquet", "dataset"],
+        typer.Option(help="Arrays of numpy, tables without values, or a data set."),
+    ],
+    site: StoreSites = None,
+) -> Iterator[str]:
+    """Write a store for other programs, to a new folder."""
+    sites = None if site is None else [one for part in site for one in part.split(",")]
+    if wanted.python:
+        only = "" if sites is None else f", site={sites!r}"
+        opened = f"ip.open_store({store!r})"
+        yield f"import interpose as ip\n\nprint({opened}.export({folder!r}, format={format!r}{only}))\n"
+        return
+    from interpose.store.store import open_store
+
+    made = open_store(store).export(folder, format=format, site=sites)
+    files = [{"file": one.name, "bytes": one.stat().st_size} for one in sorted(made.iterdir())]
+    yield from give(_listed(str(made), files), wanted)
+
+
+@stores.command("import")
+@told
+def store_import(
+    wanted: Wanted,
+    path: Annotated[
+        str, typer.Argument(metavar="CACHED", help="A run of mi-crow, or a data set of SAELens.")
+    ],
+    store: Annotated[str, typer.Option(metavar="FOLDER", help="The folder to fill.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The model that made them.")
+    ] = None,
+    texts: Annotated[
+        str | None, typer.Option(metavar="TEXTS", help="The texts that were run, as for harvest.")
+    ] = None,
+    keep_padding: Annotated[
+        bool, typer.Option("--keep-padding", help="Keep values that may be padding.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> Iterator[str]:
+    """Make a store of what another tool has cached."""
+    if wanted.python:
+        given = {"store": store, "texts": texts, "keep_padding": keep_padding or None}
+        words = ", ".join(f"{name}={one!r}" for name, one in given.items() if one is not None)
+        call = f"print(ip.import_activations({path!r}, {words}"
+        if model is None:
+            yield f"import interpose as ip\n\n{call}))\n"
+        else:
+            yield script(model, device, dtype, f"{call}, model=model))\n")
+        return
+    from interpose.store.foreign.importing import import_activations
+
+    loaded = None if model is None else load_model(model, device, dtype)
+    made = import_activations(
+        path, store=store, model=loaded, texts=texts, keep_padding=keep_padding, progress=is_terminal()
+    )  # fmt: skip
+    yield from give(_shown(made), wanted)
+
+
+def _listed(title: str, records: list[dict[str, Any]]) -> Shown:
+    from interpose.render.html import html_table, page
+
+    rows = [[str(one) for one in record.values()] for record in records]
+    shown = html_table(list(records[0]), rows, title=title)
+    return Shown(text=title, data=records, records=records, page=page(title, shown))
+
+
 def _shown(store: Store, *, info: bool = False) -> Shown:
     from interpose.render.html import page
 

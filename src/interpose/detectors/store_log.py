@@ -17,11 +17,12 @@ from interpose.edits.edit import Edit
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.errors import FileError
+from interpose.jobs.job import live_hooks
 from interpose.models.knowledge import Conditions
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
-from interpose.store.filling import _Segment as UnfinishedSegment
-from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _live, _said
+from interpose.store.filling import fill_segment
+from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _said
 from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
 from interpose.store.rows import Row, row_length
 from interpose.store.sources import Shard
@@ -101,7 +102,7 @@ class StoreLog(Collector):
 
     def _must_be_of(self, model: Any) -> None:
         """Refuse what another model makes, or this one with other numbers or edits; what came before is committed."""
-        live = [one for one in _live(model, (), "local") if not isinstance(one, Detector)]
+        live = [one for one in live_hooks(model) if not isinstance(one, Detector)]
         if self._model is None:
             self._hooks = live
         same = list(map(_said, live)) == list(map(_said, self._hooks))
@@ -155,19 +156,8 @@ class StoreLog(Collector):
         first = max((one.texts[1] for one in commits.values()), default=0)
         shard = Shard(number=number, first=first, items=tuple(self._rows), last=last)
         rows = [Row(tokens, first + at, 0) for at, tokens in enumerate(self._rows)]
-        kept = [range(len(row)) for row in self._rows]
-        segment = UnfinishedSegment(self.folder, self._about, shard, rows, kept)
-        try:
-            segment.begin()
-            for parts in zip(*self._parts.values()):
-                values = dict(zip(self._parts, parts))
-                for name, part in values.items():
-                    segment.count(name, part)
-                segment.write(values)
-            segment.commit()
-        except BaseException:
-            segment.discard()
-            raise
+        parts = [dict(zip(self._parts, some)) for some in zip(*self._parts.values())]
+        fill_segment(self.folder, self._about, shard, rows, parts)
         self._rows, self._parts, self._size = [], {}, 0
 
     def _begun(self) -> About:

@@ -48,7 +48,7 @@ class StoreInfo:
             ("their hash", _short(texts["fingerprint"])),
             ("tokenizer", _short(texts["tokenizer"])),
             ("BOS", bos),
-            ("row", f"at most {texts['length']:,} tokens"),
+            ("row", f"at most {texts['length']:,} tokens" if texts["length"] else "as it came"),
             ("hooks", "; ".join(data["hooks"]) or "none"),
             ("made by", ", ".join(f"{name} {one}" for name, one in data["versions"].items())),
         ]

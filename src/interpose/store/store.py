@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import shutil
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -27,10 +28,13 @@ from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
     ABOUT,
     COMMITS,
+    INDEX,
     SEGMENTS,
+    STATISTICS,
     About,
     Commit,
     StoredSite,
+    commit_name,
     file_name,
 )
 from interpose.store.tensor_files import Mapped
@@ -85,10 +89,20 @@ class Store(Sequence[Cache]):
             if file.name.startswith("."):
                 continue
             commit = Commit.read(file)
+            if file.name != commit_name(commit.segment):
+                raise FileError(f"{str(file)!r} is the record of segment {commit.segment}.")
+            if missing := {INDEX, STATISTICS, *map(file_name, self.sites)} - set(commit.files):
+                raise FileError(f"{str(file)!r} has no file {min(missing)!r}.")
             before = known.get(commit.segment)
             if before is None or before.commit != commit:
                 folder = self.path / SEGMENTS / commit.folder
-                before = Segment(commit=commit, folder=folder, verify=self._verify, _mapped={})
+                before = Segment(
+                    commit=commit,
+                    folder=folder,
+                    sites=self.sites,
+                    verify=self._verify,
+                    _mapped={},
+                )
             found.append(before)
         self.segments = found
         self._rows = [0, *accumulate(segment.commit.rows for segment in found)]
@@ -158,12 +172,22 @@ class Store(Sequence[Cache]):
         return self.about.speller
 
     def _named(self, site: Any) -> list[str]:
+        """The canonical names of sites: by any names, by kinds such as ``resid_post``, by globs; None for all."""
         if site is None:
             return list(self.sites)
         several = isinstance(site, (list, set)) or (
             isinstance(site, tuple) and all(isinstance(one, (str, tuple)) for one in site)
         )
-        return [self.site(one) for one in site] if several else [self.site(site)]
+        found = [name for one in (site if several else [site]) for name in self._meant(one)]
+        return list(dict.fromkeys(found))
+
+    def _meant(self, asked: Any) -> list[str]:
+        found = [
+            name
+            for name, site in self.sites.items()
+            if isinstance(asked, str) and (site.kind == asked or fnmatchcase(name, asked))
+        ]
+        return found or [self.site(asked)]
 
     @property
     def hooks(self) -> tuple[str, ...]:
@@ -180,6 +204,11 @@ class Store(Sequence[Cache]):
         Args:
             model: of transformers.
         """
+        if not self.about.model.weights:
+            raise FileError(
+                f"{str(self.path)!r} was imported without its model, so it may be of another. Import it "
+                "again, with model=."
+            )
         if (why := fingerprint.differs(model, self.about.model)) is not None:
             raise FileError(
                 f"{str(self.path)!r} is a store of another model: {why}. Give the model that it was harvested from, or "
@@ -316,6 +345,19 @@ class Store(Sequence[Cache]):
             part=part,
         )
 
+    def export(self, folder: str | Path, *, format: str, site: Any = None) -> Path:  # noqa: A002
+        """Write it for other programs, to a new folder.
+
+        Args:
+            folder: a new one.
+            format: ``npy`` (an array for each site), ``parquet`` (tables of rows, places of vectors and statistics,
+                without values), or ``dataset`` (of Hugging Face, a row for each row).
+            site: which sites; None for all.
+        """
+        from interpose.store.foreign.exporting import export_store
+
+        return export_store(self, folder, format, self._named(site))
+
     # Whether it is whole.
 
     def damaged(self) -> dict[str, str]:
@@ -363,7 +405,7 @@ class Store(Sequence[Cache]):
         state = "complete" if self.complete else "not complete"
         title = (
             f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
-            f"{self.about.model.name or self.about.model.kind} in {self.path.name!r}"
+            f"{self.about.model.name or self.about.model.kind or 'a model without a name'} in {self.path.name!r}"
         )
         return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
 
