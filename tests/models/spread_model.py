@@ -1,4 +1,4 @@
-"""One of two processes that hold a model together: what it sees of it. Run by `tests/models/test_spread.py`.
+"""One of two processes that hold a model together: what it sees of it. Run by `tests/models/test_tensor_parallel.py`.
 
 python -m tests.models.spread_model RANK FOLDER
 """

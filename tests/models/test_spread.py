@@ -1,123 +1,111 @@
-"""A model that two processes hold together: whole values are those of the model in one process, parts are refused."""
+"""Weights spread over processes: what is whole in each has its sites, and of what is not it says so."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import interpose as ip
-from interpose.models.spread import partial_values
+from interpose.models.transformer import TransformerModel
 from tests.bounds import assert_near
 from tests.models import tiny
-from tests.models.spread_model import TOKENS
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of the processes saw, and the model in this one."""
-    folder = tmp_path_factory.mktemp("spread")
-    module = tiny.build("llama")
-    module.save_pretrained(folder / "model")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.spread_model", str(rank), str(folder)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [one.communicate(timeout=240)[0] for one in running]
-    finally:
-        for one in running:
-            one.kill()
-            one.wait()
-    assert [one.returncode for one in running] == [0, 0], "\n".join(said)
-    return [*(torch.load(folder / f"{rank}.pt") for rank in range(2)), ip.wrap(module)]
+TOKENS = torch.tensor([[3, 4, 5, 6]])
+WHOLE = "embed resid_pre attn_out resid_mid mlp_out resid_post".split()
+APART = [f"attn.hook_{kind}" for kind in ("q", "k", "v", "attn_scores", "pattern", "z", "result")]
+APART += ["mlp.hook_pre", "mlp.hook_post"]
 
 
-def test_whole_values_are_those_of_the_model_in_one_process(found: list[Any]) -> None:
-    first, second, model = found
-    assert first["spread"]
-    wanted, cache = model.run_with_cache(TOKENS)
-    assert {f"blocks.{layer}.hook_resid_{at}" for layer in (0, 1) for at in ("pre", "mid", "post")} <= set(
-        first["cache"]
-    )  # fmt: skip
-    for name, value in first["cache"].items():
-        assert_near(value, cache[name])
-        assert_near(value, second["cache"][name])
-    assert_near(first["logits"], wanted)
+def parallel(module: Any, mesh: Any) -> Any:
+    """Attention by heads and MLPs by neurons, as tensor-parallel plans have it."""
+    plan: dict[str, Any] = {}
+    for number in range(len(module.model.layers)):
+        at = f"model.layers.{number}"
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
+            plan[f"{at}.{name}_proj"] = ColwiseParallel()
+        for name in ("self_attn.o", "mlp.down"):
+            plan[f"{at}.{name}_proj"] = RowwiseParallel()
+    return parallelize_module(module, mesh, plan)
 
 
-def test_edits_of_whole_values_do_what_they_do_in_one_process(found: list[Any]) -> None:
-    first, second, model = found
-    edits = [ip.scale("resid_post", 0.5, layer=0), ip.zero("mlp_out", layer=1)]
-    wanted = model.run_with_hooks(TOKENS, hooks=edits)
-    assert not torch.allclose(wanted, model(TOKENS), atol=1e-2)
-    for one in (first, second):
-        assert_near(one["edited"], wanted)
+@torch.no_grad()
+def compared(processes: int) -> None:
+    """Check a model that is spread over processes against one that is whole, in each of them."""
+    bare, mesh = TransformerModel(tiny.build("llama")), init_device_mesh("cpu", (processes,))
+    model = TransformerModel(parallel(tiny.build("llama"), mesh))
+    kept = [name for name in bare.sites if name.rsplit("hook_", 1)[1] in WHOLE]
+    assert len(kept) == 11
+    assert set(kept) <= set(model.sites)
+    for number in range(2):
+        for kind in APART:
+            with pytest.raises(ip.SiteNotFound, match=r"spread over processes .tensor parallel"):
+                model.run_with_cache(TOKENS, names_filter=f"blocks.{number}.{kind}")
+    _, wanted = bare.run_with_cache(TOKENS, names_filter=kept)
+    _, found = model.run_with_cache(TOKENS, names_filter=kept)
+    for name in kept:
+        assert_near(found[name], wanted[name])
+    edit = [ip.zero("attn_out", layer=0, pos=1)]
+    edited = bare.run_with_hooks(TOKENS, hooks=edit)
+    assert float((edited - bare(TOKENS)).abs().max()) > 1e-2
+    assert_near(model.run_with_hooks(TOKENS, hooks=edit), edited)
+    lenses = [ip.logit_lens(each, TOKENS, answer=5).values for each in (model, bare)]
+    assert_near(*lenses)
 
 
-def test_parts_are_refused_by_any_name_and_nothing_else_is_missing(found: list[Any]) -> None:
-    first, second, model = found
-    assert first["partial"] == second["partial"]
-    parts = {tuple(one) for one in first["partial"]}
-    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
-    assert {(f"{attention}.{name}_proj", "output") for name in "qkv"} <= parts
-    assert {(f"{attention}.o_proj", "input"), (f"{mlp}.down_proj", "input")} <= parts
-    assert {(f"{mlp}.act_fn", "output"), (f"{mlp}.up_proj", "output")} <= parts
-    assert not any(path.count(".") < 4 for path, _ in parts)  # blocks, the ends, norms
-    assert (f"{attention}.o_proj", "output") not in parts
-    missing = {
-        name.split(".hook_")[-1]
-        for name in set(model.run_with_cache(TOKENS)[1]) - set(first["cache"])
-    }
-    assert missing <= {
-        "q", "k", "v", "rot_q", "rot_k", "attn_scores", "pattern", "z", "pre", "pre_linear", "post",
-    }  # fmt: skip
-    assert {"z", "q", "pattern", "post"} <= missing
-    refused = first["refused"]
-    assert refused["z"].startswith("SiteNotFound: LlamaForCausalLM has no")
-    for name in ("z", "path", "edit"):
-        assert (
-            "the model is spread over processes, and each has a part of this value alone"
-            in refused[name]
-        )
-    assert refused["path"].startswith(
-        "Unsupported: 'model.layers.0.self_attn.q_proj' cannot be hooked"
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one, without a network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_stream_of_a_tensor_parallel_model_is_whole_and_its_heads_are_not_offered() -> None:
+    compared(1)
+
+
+def rank(number: int, file: str) -> None:
+    """One of two processes."""
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=number, world_size=2)
+    compared(2)
+    dist.destroy_process_group()
+
+
+def test_two_processes_with_half_of_the_heads_each_see_the_same_stream(tmp_path: Path) -> None:
+    mp.spawn(rank, (str(tmp_path / "store"),), nprocs=2)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_semantic_sites_of_sharded_models_say_what_to_do() -> None:
+    module: Any = tiny.build("llama")
+    _, expected = TransformerModel(tiny.build("llama")).run_with_cache(
+        TOKENS, names_filter="model.layers.1"
     )
-
-
-def test_what_looks_at_weights_or_writes_or_plans_by_memory_is_refused(found: list[Any]) -> None:
-    first, _, model = found
-    refused = first["refused"]
-    assert "spread over devices" in refused["weights"]
-    for name, what in {
-        "check": "model.check()",
-        "harvest": "a harvest",
-        "sweep": "a sweep",
-    }.items():
-        assert refused[name].startswith(
-            f"Unsupported: {what} does not run on a model that is spread"
-        )
-        assert "device_map='auto'" in refused[name]
-    assert first["cfg"] == (model.cfg.n_heads, model.cfg.n_key_value_heads, model.cfg.d_model)
-
-
-def test_other_models_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("a forward pass was made")
-
-    model = ip.wrap(tiny.build("gpt2"))
-    monkeypatch.setattr(f"{partial_values.__module__}.partial_values", refuse)
-    monkeypatch.setattr("interpose.models.transformer.partial_values", refuse)
-    assert model.partial == frozenset()
-    model.run_with_cache(TOKENS, names_filter=("z", 0))
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (*module.model.layers, module):
+        fully_shard(part, mesh=mesh)
+    model = TransformerModel(module)
+    for ask in (
+        lambda: model.sites,
+        lambda: model.run_with_cache(TOKENS, names_filter=("resid_post", 0)),
+        lambda: model.W_Q,
+        lambda: ip.logit_lens(model, TOKENS, progress=False),
+    ):
+        with pytest.raises(ip.Unsupported, match=r"are sharded .FSDP.*module paths work.*tp_plan"):
+            repr(ask())
+    _, cache = model.run_with_cache(TOKENS, names_filter="model.layers.1")
+    assert_near(cache["model.layers.1"], expected["model.layers.1"])

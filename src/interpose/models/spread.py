@@ -20,6 +20,7 @@ from interpose.models.discovery.inputs import probe_inputs
 from interpose.sites.tree import Site
 from interpose.taps import values
 from interpose.taps.context import stand_down, stand_up
+from interpose.taps.values import is_shard
 
 if TYPE_CHECKING:
     from interpose.models.naming.table import Table
@@ -27,16 +28,31 @@ if TYPE_CHECKING:
 Partial = frozenset[tuple[str, str]]
 """Paths of modules, each with ``input`` or ``output``, where a process has a part of the value."""
 
-_DIVIDED = ("head", "d_head", "d_mlp", "expert")
-"""What is divided among processes, where anything is."""
 _NEAR = 1e-3
-WHY = "the model is spread over processes, and each has a part of this value alone"
-INSTEAD = "Sites of the residual stream are whole; or load the model in one process, with device_map='auto'."
+_WHOLE = ("hook_in", "hook_out")
+_INSIDE = "its weights are spread over processes (tensor parallel), each with some of its heads or neurons"
+_PART = "its weights are spread over processes (tensor parallel), and each has a part of this value"
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether a module's weights are spread over processes."""
-    return any(hasattr(one, "full_tensor") for one in module.parameters())
+    """Whether a module's weights are spread over processes, as tensor parallel or FSDP do it."""
+    return any(map(is_shard, module.parameters()))
+
+
+def withhold(sites: dict[str, Site], absent: dict[str, str], at: str, part: nn.Module) -> None:
+    """Take away the sites inside a part of a block, if each process has some of its weights.
+
+    Args:
+        sites: those that were found, by name.
+        absent: why others were not.
+        at: what the names inside begin with.
+        part: its module.
+    """
+    if is_spread(part):
+        inside = [n for n in (*sites, *absent) if n.startswith(at) and not n.endswith(_WHOLE)]
+        for name in inside:
+            sites.pop(name, None)
+        absent |= dict.fromkeys(inside, _INSIDE)
 
 
 def partial_values(root: nn.Module, inputs: Mapping[str, Any] | None = None) -> Partial:
@@ -46,6 +62,8 @@ def partial_values(root: nn.Module, inputs: Mapping[str, Any] | None = None) -> 
         root: of the model.
         inputs: what its forward takes; by default small ones, the same in every process.
     """
+    if not is_spread(root) or any(hasattr(part, "reshard") for part in root.modules()):
+        return Partial()  # FSDP brings all weights of a part while it runs
     seen: dict[tuple[str, str], list[Any]] = {}
 
     def look(path: str, port: str, value: Any) -> None:
@@ -76,7 +94,7 @@ def partial_values(root: nn.Module, inputs: Mapping[str, Any] | None = None) -> 
 
 def _print_of(tensor: Tensor) -> tuple[Any, ...]:
     """A shape, and numbers that tell values apart: rounding may move them, another part would change them."""
-    if hasattr(tensor, "full_tensor"):
+    if is_shard(tensor):
         return ("a part",)
     flat = tensor.detach().reshape(-1).to("cpu", torch.float64).nan_to_num(0.0, 1e30, -1e30)
     drawn = torch.randn(len(flat), generator=torch.Generator().manual_seed(0), dtype=flat.dtype)
@@ -85,9 +103,7 @@ def _print_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _of_all(seen: Any, root: nn.Module) -> list[Any]:
     """What every process saw, those that share the weights."""
-    mesh: Any = next(
-        getattr(p, "device_mesh", None) for p in root.parameters() if hasattr(p, "full_tensor")
-    )
+    mesh: Any = next(getattr(p, "device_mesh", None) for p in root.parameters() if is_shard(p))
     group = mesh.get_group() if mesh.ndim == 1 else None
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, seen, group=group)
@@ -112,9 +128,9 @@ def whole_only(table: Table, partial: Partial) -> Table:
     """A table of sites without those of which a process has a part, and why they are not there."""
     if partial:
         for name, site in list(table.sites.items()):
-            if (site.path, site.tail.port) in partial or set(site.axes) & set(_DIVIDED):
+            if (site.path, site.tail.port) in partial:
                 del table.sites[name]
-                table.absent[name] = f"{WHY}. {INSTEAD.removesuffix('.')}"
+                table.absent[name] = _PART
     return table
 
 
@@ -122,7 +138,10 @@ def must_be_whole(sites: Iterable[Site], partial: Partial) -> None:
     """Refuse sites by the paths of modules of which a process has a part."""
     for site in sites:
         if (site.path, site.tail.port) in partial:
-            raise Unsupported(f"{site.name!r} cannot be hooked: {WHY}. {INSTEAD}")
+            raise Unsupported(
+                f"{site.name!r} cannot be hooked: {_PART}. The residual stream is whole; or load the model in one "
+                "process, with device_map='auto'."
+            )
 
 
 def must_not_be_spread(module: nn.Module, what: str, why: str) -> None:

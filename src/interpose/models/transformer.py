@@ -26,7 +26,6 @@ from interpose.models.running.text import Text
 from interpose.models.selection import Some
 from interpose.models.spread import (
     Partial,
-    is_spread,
     must_be_whole,
     must_not_be_spread,
     partial_values,
@@ -64,9 +63,7 @@ class TransformerModel(Text, Forward, Weights, Model):
     def partial(self) -> Partial:
         """Where a process has a part of a value, of a model that is spread over several: see `models/spread.py`."""
         if self._partial is None or self._partial[0] != self.changes:
-            spread = is_spread(self.root)
-            found = partial_values(self.root, self._probe_inputs) if spread else Partial()
-            self._partial = self.changes, found
+            self._partial = self.changes, partial_values(self.root, self._probe_inputs)
         return self._partial[1]
 
     def select(self, wanted: Any) -> list[tuple[Site, bool]]:
