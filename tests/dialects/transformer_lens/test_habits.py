@@ -202,8 +202,9 @@ def test_initial_weights_are_drawn_as_there(name: str, row: list[float]) -> None
 def test_configs_have_the_newer_fields_and_late_sizes() -> None:
     sizes: dict[str, Any] = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "act_fn": "gelu"}
     cfg = HookedTransformerConfig(**sizes, attention_dir="bidirectional", norm_topk_prob=False)
-    cfg.d_vocab = cfg.d_vocab_out = 7
+    cfg.d_vocab = 7
     assert HookedEncoder(cfg).W_E.shape == (7, 8)
+    assert HookedEncoder(cfg).W_U.shape == (8, 7)
     with pytest.raises(Unsupported, match="use_yarn_rope: models from scratch have no positions"):
         HookedTransformerConfig(**sizes, d_vocab=7, use_yarn_rope=True)
     tokenizer = texts.like_gpt2()

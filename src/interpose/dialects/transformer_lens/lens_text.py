@@ -316,16 +316,11 @@ def positions_may_be_given(model: TransformerModel) -> bool:
     return known(model, "positions may be given", prove, tried=False)
 
 
-def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:
-    """The likeliest word at each mask, as one text."""
+def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str | list[str]:
+    """The likeliest word at the mask; a numbered list of them, if there are several."""
     tokenizer = model.tokenizer
     masked = tokens == tokenizer.mask_token_id
-    return str(tokenizer.decode(logits[masked].argmax(-1)))
-
-
-@torch.no_grad()
-def predict_next_sentence(model: TransformerModel, first: str, second: str) -> str:
-    """Whether a model with a next-sentence head takes the second sentence for the one that follows."""
-    pair = model._tokenizer()(first, second, return_tensors="pt").to(model.device)
-    follows = int(model(**pair).logits[0].argmax()) == 0
-    return "The sentences are sequential" if follows else "The sentences are NOT sequential"
+    words = str(tokenizer.decode(logits[masked].argmax(-1))).split(" ")
+    return (
+        words[0] if len(words) == 1 else [f"Prediction {n}: {word}" for n, word in enumerate(words)]
+    )
