@@ -110,6 +110,22 @@ def test_checkpoints_of_training_are_revisions(monkeypatch: pytest.MonkeyPatch) 
     assert given["device"] == "cpu"
 
 
+def test_names_and_checkpoints_can_be_asked_for() -> None:
+    asked = ("gpt2-small", "pythia", "gelu-2l", "somebody/else")
+    assert [tl.loading.get_official_model_name(name) for name in asked] == [
+        "gpt2",
+        "EleutherAI/pythia-70m",
+        "NeelNanda/GELU_2L512W_C4_Code",
+        "somebody/else",
+    ]
+    steps, what = tl.loading.get_checkpoint_labels("pythia-70m")
+    assert (len(steps), steps[3], steps[-1], what) == (154, 4, 143_000, "step")
+    assert tl.loading.get_checkpoint_labels("pythia-70m-v0")[0][0] == 1000
+    assert len(tl.loading.get_checkpoint_labels("stanford-gpt2-small-a")[0]) == 609
+    with pytest.raises(ValueError, match="no checkpoints of training are known of 'gpt2'"):
+        tl.loading.get_checkpoint_labels("gpt2")
+
+
 FIRST = {
     ("gpt2", "eos"): [-3.2145, -4.5825, -3.2798],
     ("gpt2", "pad"): [0.1068, -4.0351, -4.0174],
@@ -159,6 +175,8 @@ PATHS = {
     "cache.key_value_cache": ["TransformerLensKeyValueCache"],
     "cache.key_value_cache_entry": ["TransformerLensKeyValueCacheEntry"],
     "config": ["HookedTransformerConfig"],
+    "loading": ["get_official_model_name"],
+    "loading_from_pretrained": ["get_official_model_name", "get_checkpoint_labels"],
     "hook_points": ["HookPoint", "HookedRootModule"],
     "model_bridge": ["TransformerBridge"],
     "past_key_value_caching": [

@@ -271,6 +271,11 @@ class TransformerBridge(HookedTransformer):
     _as_transformers = True
 
     @property
+    def all_head_labels(self) -> list[str]:  # type: ignore[override]
+        """A label for every head, in order; a method of the old classes."""
+        return super().all_head_labels()
+
+    @property
     def original_model(self) -> nn.Module:
         """The model of transformers."""
         return self.module

@@ -228,8 +228,14 @@ class LensText(FromScratch):
                 new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``.
             max_new_tokens: how many.
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
-                ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
+                ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers. With
+                ``output_logits`` it is an output of transformers, with ``sequences`` and ``logits``; with
+                ``return_input_tokens`` what was written and the tokens it went on from.
         """
+        if options.pop("return_input_tokens", False):
+            begin = options.get("prepend_bos")
+            given = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
+            return self.generate(input, max_new_tokens, **options), given
         if self.is_from_scratch:
             return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)

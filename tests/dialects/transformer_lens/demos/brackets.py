@@ -43,7 +43,9 @@ def demo() -> dict[str, Any]:
             "logits": logits[:, 0],
             "names": sorted(name for name in cache if not name.startswith("unembed")),
         }
-        return found | taken_apart(model, tokens, cache)
+        found |= taken_apart(model, tokens, cache)
+        model.reset_hooks(including_permanent=True)
+        return found | {"seen again": model(tokens)[:, 0]}
     finally:
         torch.set_grad_enabled(True)
 
