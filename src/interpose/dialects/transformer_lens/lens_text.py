@@ -234,8 +234,8 @@ class LensText(FromScratch):
         """
         if options.pop("return_input_tokens", False):
             begin = options.get("prepend_bos")
-            given = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
-            return self.generate(input, max_new_tokens, **options), given
+            read = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
+            return self.generate(input, max_new_tokens, **options), read
         if self.is_from_scratch:
             return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)
