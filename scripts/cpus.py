@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "INTERPOSE_TEST_COPIES",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "INTERPOSE_TEST_COPIES", "INTERPOSE_TEST_KERNELS",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 VARIANTS = (
     Variant("as it is", {}),
     Variant("odd", {"INTERPOSE_TEST_COPIES": "odd"}),
+    Variant("rows", {"INTERPOSE_TEST_KERNELS": "rows"}),
     _set("ATEN_CPU_CAPABILITY", "default", ""),
     _set("ATEN_CPU_CAPABILITY", "avx2", "", "avx2", "fma"),
     _set("ATEN_CPU_CAPABILITY", "avx512", "", *AVX512),

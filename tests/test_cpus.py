@@ -15,7 +15,9 @@ from torch import nn
 
 import interpose as ip
 from tests import selection
+from tests.bounds import assert_near
 from tests.copies import copied, odd_addresses
+from tests.kernels import rounding_by_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +43,14 @@ def test_what_a_cpu_or_a_torch_has_not_is_left_out_with_the_reason() -> None:
     assert left_out == {"ATEN_CPU_CAPABILITY=avx512"}
     assert reasons["ATEN_CPU_CAPABILITY=avx512"].startswith("this CPU has no avx512f, ")
     bare = {name for name, v in BY_NAME.items() if not cpus.why_not(v, set(), lambda _: False)}
-    assert bare == {"as it is", "odd", "ATEN_CPU_CAPABILITY=default", "2 threads", "4 threads"}
+    assert bare == {
+        "as it is",
+        "odd",
+        "rows",
+        "ATEN_CPU_CAPABILITY=default",
+        "2 threads",
+        "4 threads",
+    }
     missing = cpus.why_not(BY_NAME["MKL_CBWR=COMPATIBLE"], old, lambda name: name != "mkl")
     assert missing == "this torch has no mkl"
 
@@ -69,7 +78,7 @@ def test_an_unknown_word_says_what_there_is() -> None:
         [sys.executable, str(ROOT / "scripts" / "cpus.py"), "even"], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stdout.startswith("no variant even; there are: as it is, odd, ATEN_CPU")
+    assert done.stdout.startswith("no variant even; there are: as it is, odd, rows, ATEN_CPU")
 
 
 def test_odd_addresses_are_odd_for_raw_torch_and_for_edits() -> None:
@@ -94,6 +103,24 @@ def test_odd_addresses_are_odd_for_raw_torch_and_for_edits() -> None:
         assert odd.stride() == view.stride()
         assert torch.equal(odd, view)
         assert torch.autograd.grad(odd.sum(), value)[0].sum() == view.numel()
+
+
+@torch.no_grad()
+def test_kernels_round_by_the_number_of_rows_and_by_nothing_else() -> None:
+    linear, x = nn.Linear(64, 64), torch.randn(8, 64)
+    plain = linear(x)
+    with rounding_by_rows():
+        found = [linear(x[:count]) for count in range(1, 9)]
+        assert all(
+            torch.equal(linear(x[:count].clone()), found[count - 1]) for count in range(1, 9)
+        )
+        bare = torch.addmm(linear.bias, x[:2], linear.weight.T)
+    assert sum(torch.equal(one, plain[: len(one)]) for one in found) < 4
+    assert len({float(one[0, 0]) for one in found}) > 2
+    for one in found:
+        assert_near(one, plain[: len(one)])
+    assert_near(bare, plain[:2])
+    assert torch.equal(linear(x), plain)
 
 
 @pytest.mark.skipif(

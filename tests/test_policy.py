@@ -40,6 +40,8 @@ LAYERS = [
     "store",
     "detectors",
     "sae",
+    "concepts",
+    "steering",
     "experiments",
     "cli",
     "dialects",

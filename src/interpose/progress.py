@@ -12,6 +12,9 @@ Item = TypeVar("Item")
 ShowProgress = bool | Callable[[int, int | None], Any]
 """True for a bar, False for nothing, or a function of what is done and of the whole, None where that is not known."""
 
+_MANY = 10_000
+"""From so many on a bar counts in thousands."""
+
 
 class Progress:
     """A ``with`` block around a job that says how far it is.
@@ -21,15 +24,23 @@ class Progress:
             and of the whole; it ends the job by returning False.
         total: the whole, None where that is not known.
         unit: what is counted, one of it.
+        note: what else a bar says of so much that is done.
         keeps: whether a job that is told to end leaves the block quietly, so that `whole` can hand over what is done.
     """
 
     def __init__(
-        self, how: ShowProgress, total: int | None, unit: str = "row", *, keeps: bool = False
+        self,
+        how: ShowProgress,
+        total: int | None,
+        unit: str = "row",
+        *,
+        note: Callable[[int], str] | None = None,
+        keeps: bool = False,
     ) -> None:
         self.how = how
         self.total = total
         self.unit = unit
+        self.note = note
         self.keeps = keeps
         self.ended: Cancelled | None = None
         self.done = 0
@@ -39,7 +50,9 @@ class Progress:
         if self.how is True and has_screen():
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(total=self.total, unit=self.unit, leave=False)
+            many = self.total is not None and self.total >= _MANY
+            unit = f" {self.unit}s" if many else self.unit
+            self._bar = tqdm(total=self.total, unit=unit, unit_scale=many, leave=False)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
@@ -58,6 +71,8 @@ class Progress:
         """Some more is done."""
         self.done += count
         if self._bar is not None:
+            if self.note is not None:
+                self._bar.set_postfix_str(self.note(self.done), refresh=False)
             self._bar.update(count)
         elif callable(self.how) and self.how(self.done, self.total) is False:
             whole = "" if self.total is None else f" of {self.total}"

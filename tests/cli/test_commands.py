@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -19,8 +21,25 @@ import interpose as ip
 from interpose.cli.main import app, main
 from interpose.models.proofs.report import Finding, Report
 from tests.pages import loads_nothing
+from tests.store.cached import as_mi_crow
 
-COMMANDS = ["demo", "check", "sites", "run", "sweep"]
+COMMANDS = [
+    "demo",
+    "check",
+    "sites",
+    "run",
+    "harvest",
+    "size",
+    "sweep",
+    "steer",
+    "store ls",
+    "store info",
+    "store verify",
+    "store export",
+    "store import",
+    "sae train",
+    "sae eval",
+]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
 SWEEP += ["--answer", " Paris", "--instead", " Rome", "--device", "cpu"]
@@ -45,20 +64,47 @@ def arguments(command: str, folder: Path) -> list[str]:
             path
         )
         return ["run", str(path), "--device", "cpu"]
+    if command == "harvest" or command.startswith(("store", "sae")):
+        (folder / "texts.txt").write_text("The cat\nThe old dog\n")
+        words = ["harvest", "pocket", "texts.txt", "--site", "resid_post,z", "--layer", "0,-1"]
+        words += ["--store", "there", "--device", "cpu"]
+        if command == "harvest":
+            return words
+        if command == "store import":
+            as_mi_crow(folder / "run", {"layer": [torch.ones(2, 4)]}, batch=1)
+            return [*command.split(), "run", "--store", "there"]
+        assert asked(*words).exit_code == 0
+        if command == "sae train":
+            sizes = ["--latents", "16", "--k", "2", "--steps", "3", "--batch-size", "4"]
+            more = ["--site", "blocks.0.hook_resid_post", "--without-first", "--device", "cpu"]
+            return ["sae", "train", "there", "sae", *sizes, *more]
+        if command == "sae eval":
+            sites = ["--site", "blocks.6.hook_resid_post", "--device", "cpu"]
+            return ["sae", "eval", "pocket", "there", *sites, "--model", "pocket"]
+        more = {"store ls": [], "store export": ["there", "out", "--format", "npy"]}
+        return [*command.split(), *more.get(command, ["there"])]
     given = {
         "demo": [],
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
+        "size": ["pocket", "--tokens", "1000"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
+        "steer": ["pocket", "--positive", "I am", "--negative", "I was", "--device", "cpu"],
     }
     return [command, *given[command]]
 
 
 def test_commands_share_their_options_word_for_word() -> None:
     group: Any = get_command(app)
-    assert list(group.commands) == COMMANDS
+    inner = {name: group.commands.pop(name) for name in ("store", "sae")}
+    there = dict(group.commands) | {
+        f"{name} {command}": one
+        for name, commands in inner.items()
+        for command, one in commands.commands.items()
+    }
+    assert list(there) == COMMANDS
     helps = {}
-    for name, command in group.commands.items():
+    for name, command in there.items():
         there = {option.opts[0]: option.help for option in command.params}
         helps[name] = [there[option] for option in COMMON]
         assert list(there)[-5:] == COMMON
@@ -68,7 +114,7 @@ def test_commands_share_their_options_word_for_word() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_helps_and_takes_words_of_the_library(command: str) -> None:
-    shown = asked(command, "--help")
+    shown = asked(*command.split(), "--help")
     assert shown.exit_code == 0
     assert f"Usage: interpose {command}" in shown.output.replace("root", "interpose")
     for other in ("--layers", "--heads", "--positions", "--direction", "--out"):
@@ -78,7 +124,7 @@ def test_each_command_helps_and_takes_words_of_the_library(command: str) -> None
 def test_help_needs_no_command_and_the_version_is_the_packages() -> None:
     shown = asked("--help")
     assert shown.exit_code == 0
-    assert all(f"  {command} " in shown.output for command in COMMANDS)
+    assert all(f"  {command.split()[0]} " in shown.output for command in COMMANDS)
     assert "..." not in shown.output.partition("Commands:")[2]  # no line is cut
     assert asked("--version").output == f"interpose {version('interpose')}\n"
     assert "Usage" in asked().output
@@ -104,6 +150,7 @@ def test_files_are_written_and_printed_alike(
     assert len({len(row) for row in rows}) == 1
     loads_nothing(made["html"])
     assert made["html"].startswith("<!doctype html>")
+    shutil.rmtree("out", ignore_errors=True)
     printed = asked(*words, "--csv", "-")
     assert printed.exit_code == 0
     assert printed.stdout == made["csv"]  # nothing else is printed
@@ -128,8 +175,9 @@ def test_python_prints_a_script_that_does_the_same(
         )
         return
     exec(script.stdout, {})
+    shutil.rmtree("out", ignore_errors=True)
     printed = capsys.readouterr().out
-    if command != "demo":  # the demo's is short, and has a test of its own
+    if command not in ("demo", "store verify"):  # the script of one is short, the other is silent
         assert asked(*words).stdout.rstrip() == printed.rstrip()
 
 
@@ -159,6 +207,13 @@ def test_a_check_that_fails_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> No
         (["run", "nothing.json"], "nothing.json"),
         (["sweep", "--clean", "The cat sat", "--corrupt", "The", "--answer", " a"], "--align end"),
         (["sweep", *SWEEP, "--pos", "99"], "pos 99 is not there"),
+        (["harvest", "pocket", "no.txt", "--site", "z", "--store", "s"], "no file 'no.txt'"),
+        (["harvest", "pocket", "x", "--site", "z", "--store", "s", "--part", "4"], "such as 0/4"),
+        (["store", "info", "."], "there is no store in '.'"),
+        (["store", "ls", "nowhere"], "interpose store ls: there is no folder 'nowhere'"),
+        (["sae", "train", "no", "x", "--latents", "4"], "--k says how many latents fire"),
+        (["sae", "train", "no", "x", "--latents", "4", "--k", "2"], "there is no store in 'no'"),
+        (["sae", "eval", "no", "no"], "there is no store in 'no'"),
         (["demo", "--clean", "x"], "--clean and --corrupt go together"),
         (["run"], "Missing argument"),
         (["sweep", "--patch", "both"], "'both' is not one of"),
@@ -177,6 +232,61 @@ def test_mistakes_end_with_two_and_speak_of_flags(
     assert shown.stdout == ""
     assert "Traceback" not in shown.stderr
     assert "='" not in shown.stderr
+
+
+HARVEST = ["harvest", "pocket", "texts.txt", "--site", "resid_post", "--layer", "0", "--store", "s"]
+
+
+def test_a_harvest_says_what_it_needs_and_one_that_was_ended_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from interpose.jobs.job import run
+    from interpose.store import harvest
+
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text("".join(f"The cat {n}\n" for n in range(30)))
+
+    def ended(job: Any, **options: Any) -> None:
+        def step(count: int) -> None:
+            if len(ip.open_store("s")):
+                raise KeyboardInterrupt
+
+        run(job, engine="local", step=step)
+
+    words = [*HARVEST, "--segment-texts", "4", "--device", "cpu"]
+    with monkeypatch.context() as patched:
+        patched.setattr(harvest, "run", ended)
+        shown = asked(*words)
+    assert shown.exit_code == 130
+    assert "s: about " in shown.stderr
+    assert "tokens of 30 texts" in shown.stderr
+    assert "What was committed stays" in shown.stderr
+    assert "The same command goes on from there." in shown.stderr
+    there = len(ip.open_store("s"))
+    assert 0 < there < 30
+    again = asked(*words)
+    assert again.exit_code == 0
+    assert f"tokens of {30 - there} texts" in again.stderr
+    assert ip.open_store("s").complete
+    assert "of 0 texts" in asked(*words).stderr
+
+
+def test_damage_is_found_taken_back_and_harvested_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts.txt").write_text("The cat\nThe dog\n")
+    words = [*HARVEST, "--device", "cpu"]
+    assert asked(*words).exit_code == 0
+    assert asked("store", "verify", "s").exit_code == 0
+    (path,) = Path("s").glob("segments/*/blocks*")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    shown = asked("store", "verify", "s", "--drop-damaged")
+    assert shown.exit_code == 1
+    assert path.name in shown.output
+    assert "Segments 0 are taken back" in shown.output
+    assert asked(*words).exit_code == 0
+    assert asked("store", "verify", "s").exit_code == 0
 
 
 def test_debug_shows_where() -> None:

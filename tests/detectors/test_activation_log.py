@@ -12,6 +12,8 @@ from torch import nn
 import interpose as ip
 from tests.models.texts import speaking
 
+pytestmark = pytest.mark.bits
+
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)

@@ -63,18 +63,65 @@ def test_a_store_is_gone_on_with_and_another_is_refused(tmp_path: Path) -> None:
 def test_a_pass_that_failed_is_not_in_it(tmp_path: Path) -> None:
     model = speaking("llama")
 
+    fails: list[bool] = []
+
     def fail(value: torch.Tensor, hook: Any) -> None:
-        raise ZeroDivisionError
+        if fails:
+            raise ZeroDivisionError
 
     with ip.StoreLog(SITES, store=tmp_path / "seen") as log, torch.no_grad():
-        model.run_with_hooks(TEXTS[0], hooks=[log])
+        hooks = [log, ip.FunctionHook(("q", 1), fail)]
+        model.run_with_hooks(TEXTS[0], hooks=hooks)
+        fails.append(True)
         with pytest.raises(ZeroDivisionError):
-            model.run_with_hooks(TEXTS[1], hooks=[log, ip.FunctionHook(("q", 1), fail)])
-        model.run_with_hooks(TEXTS[2], hooks=[log])
+            model.run_with_hooks(TEXTS[1], hooks=hooks)
+        fails.clear()
+        model.run_with_hooks(TEXTS[2], hooks=hooks)
     store = ip.open_store(tmp_path / "seen")
     assert [len(store.tokens_of(row)) for row in range(len(store))] == [
         model.to_tokens(TEXTS[number]).shape[1] for number in (0, 2)
     ]
+
+
+def train(model: Any) -> Any:
+    with torch.no_grad():
+        model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("now", "what"),
+    [
+        (train, "other weights"),
+        (lambda model: speaking("llama", layers=3), "another model"),
+        (lambda model: model.register(ip.zero(("z", 0))) and model, "other edits"),
+    ],
+    ids=["trained", "another", "edited"],
+)
+def test_what_is_of_another_model_is_refused_and_what_came_before_is_kept(
+    now: Any, what: str, tmp_path: Path
+) -> None:
+    model = speaking("llama")
+    log = ip.StoreLog(SITES, store=tmp_path / "seen")
+    _, before = model.run_with_cache(TEXTS[0], names_filter=SITES)
+    with log, torch.no_grad():
+        model.run_with_hooks(TEXTS[0], hooks=[log])
+        model.module.load_state_dict(model.module.state_dict())  # the same numbers
+        model.run_with_hooks(TEXTS[0], hooks=[log])
+        changed = now(model)
+        with pytest.raises(ip.FileError, match=what):
+            changed.run_with_hooks(TEXTS[0], hooks=[log])
+    store = ip.open_store(tmp_path / "seen")
+    assert len(store) == 2
+    for row in range(2):
+        assert torch.equal(store[row]["resid_post", 0], before["resid_post", 0])
+    for handle in model.list_hooks():
+        handle.remove()
+    if what == "other weights":
+        with pytest.raises(ip.FileError, match="its weights are others"):
+            store.must_be_of(model)
+    else:
+        store.must_be_of(model)
 
 
 def test_edits_that_were_live_are_said_and_what_is_not_committed_can_be_dropped(

@@ -118,6 +118,7 @@ def changed(module: nn.Module) -> dict[str, Any]:
     return {
         "a part": lambda: setattr(module, "act", nn.Tanh()),
         "one part more": lambda: module.append(nn.ReLU()),
+        "a part in what had none": lambda: module.first.add_module("inner", nn.ReLU()),
         "one part less": lambda: delattr(module, "act"),
         "one parameter more": lambda: module.first.register_parameter("scale", nn.Parameter(X)),
         "the order": lambda: (
@@ -179,6 +180,27 @@ def test_a_stamp_keeps_no_weights_alive_and_parts_until_the_next_run() -> None:
     model.run_with_cache(X)
     gc.collect()
     assert part() is None
+    last = weakref.ref(module.last)
+    module.last = nn.Linear(4, 2)
+    model.forget()
+    gc.collect()
+    assert last() is None
+
+
+def test_a_part_that_a_leaf_is_given_is_followed() -> None:
+    """As adapters are that are put into the linear map that they adapt, and later exchanged."""
+
+    class Adapted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + sum(part(x) for part in self.children())
+
+    module = nn.Sequential(OrderedDict(first=Adapted(4, 4), last=nn.Linear(4, 4)))
+    model = ip.wrap(module)
+    model.run_with_cache(X, names_filter="last")
+    for _ in range(2):
+        module.first.inner = nn.Linear(4, 4)
+        _, cache = model.run_with_cache(X, names_filter="first.inner")
+        assert torch.equal(cache["first.inner"], module.first.inner(X))
 
 
 def test_a_run_compares_the_parameters_of_the_parts_it_asks_for() -> None:

@@ -47,17 +47,18 @@ def some_edges(graph: Graph, share: float, seed: int) -> Tensor:
 
 
 def every_logit(model: Any, clean: Tensor, corrupt: Tensor, kept: list[Tensor]) -> list[Tensor]:
-    """The last logits of each circuit's run, through the public function and a metric for each token."""
-    graph = wiring(model).graph
+    """The last logits of each circuit's run, through the public function and a metric that keeps what it sees."""
     seen: list[Tensor] = []
 
     def metric(logits: Tensor) -> Tensor:
         seen.append(logits[:, -1])
         return logits[:, -1, 5]
 
-    circuits = [circuit_of(graph, one) for one in kept]
-    ip.faithfulness(model, clean, corrupt, metric=metric, circuits=circuits)
-    return seen[2:]
+    circuits = [circuit_of(wiring(model).graph, one) for one in kept]
+    found = ip.faithfulness(
+        model, clean, corrupt, metric=metric, circuits=circuits, max_rows=2 * len(clean)
+    )
+    return [next(one for one in seen if torch.equal(one[:, 5], row)) for row in found.each]
 
 
 def lead(logits: Tensor) -> Tensor:
@@ -98,8 +99,11 @@ def test_cutting_one_edge_is_a_hand_written_forward() -> None:
     model, (clean, corrupt) = model_of("gpt2"), pair()
     graph = wiring(model).graph
     scores = ip.edge_attribution(model, clean, corrupt, metric=METRIC)
-    edges = [(place["writer"], place["reader"]) for place in scores.top(60)[::6]]
-    assert {reader[-1] for _, reader in edges} >= {"q", "k", "v", "1"}
+    best = [(place["writer"], place["reader"]) for place in scores.top(len(graph))]
+    edges = [
+        edge for role in "qkv1" for edge in [one for one in best if one[1].endswith(role)][:9:3]
+    ]
+    assert len(edges) == 12
     kept, cuts = [], []
     for writer, reader in [*edges, ("a0.h1", "logits"), ("m0", "m1")]:
         cut = torch.zeros(graph.possible.shape)
@@ -205,7 +209,29 @@ def test_texts_in_any_batches_give_the_same() -> None:
     ]
     torch.testing.assert_close(curves[0].each, curves[1].each, atol=1e-3, rtol=1e-3)
     assert [curve.protocol["forwards"] for curve in curves] == [8, 4]
+    assert all(curve.protocol["plan"].startswith("wavefront, ") for curve in curves)
     assert curves[0].each.shape == (2, 4)
+
+
+def test_a_curve_that_is_ended_keeps_the_circuits_that_are_done() -> None:
+    model, (clean, corrupt) = model_of("gpt2"), pair()
+    scores = ip.edge_attribution(model, clean, corrupt, metric=METRIC)
+    options: dict[str, Any] = {"metric": METRIC, "scores": scores, "sizes": [20, 60, 100]}
+    whole = ip.faithfulness(model, clean, corrupt, batch_size=1, **options)
+    told: list[int] = []
+
+    def stop(done: int, total: int | None) -> bool:
+        told.append(done)
+        assert total == 6
+        return done < 4
+
+    with pytest.raises(ip.Cancelled, match="ended after row 4 of 6") as caught:
+        ip.faithfulness(model, clean, corrupt, batch_size=1, progress=stop, **options)
+    some = caught.value.result
+    done = ~some.each.isnan()
+    assert done.sum() == told[-1] == 4
+    torch.testing.assert_close(some.each[done], whole.each[done])
+    assert not some.values.isnan().any()
 
 
 def test_areas_are_those_of_the_curve() -> None:

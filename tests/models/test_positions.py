@@ -145,6 +145,21 @@ def test_calls_of_a_module_within_a_pass_are_texts_of_their_own() -> None:
     assert len(cache.calls(path)) == module.config.num_hidden_layers
 
 
+def test_a_model_that_reads_both_ways_has_each_step_as_it_was() -> None:
+    """CPM-Ant: every token sees all others, so that what it was in the prompt is not what it is in the end."""
+    model, ids = built("cpmant")
+    with model.record(POST) as cache:
+        tokens = model.generate(ids, **OPTIONS)
+    steps = cache.calls(POST)
+    assert [step.shape[1] - model.config.prompt_length for step in steps] == [7, -31, -31, -31, -31]
+    with torch.no_grad():
+        one, many = (
+            model.module(input_ids=text, use_cache=False).logits for text in (ids, tokens[:, :-1])
+        )
+    assert off(one, many[:, :7]) > 0.01  # by raw torch: later tokens change earlier ones
+    assert off(steps[0], model.run_with_cache(ids, names_filter=POST)[1][POST]) < BOUND
+
+
 # Edits.
 
 WHERE: list[tuple[dict[str, Any], dict[str, Any]]] = [

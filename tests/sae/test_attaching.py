@@ -15,6 +15,7 @@ import interpose as ip
 from tests.bounds import assert_near
 from tests.sae.oracles import KINDS, made
 
+pytestmark = pytest.mark.bits
 TEXT = "The Eiffel Tower is in"
 
 

@@ -11,6 +11,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,29 @@ def main(folder: Path, kills: int, seed: int) -> None:
     print(done, "kills,", number, "stores")
 
 
+def link_or_die(left: Iterator[int], link: Callable[..., None], *names: Any) -> None:
+    """Link a few times, then die."""
+    if next(left, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    link(*names)
+
+
+def killed_at_records(folder: Path) -> None:
+    """Kill harvests just before a record takes its place, the first of a store and then one more each time."""
+    torch.set_num_threads(1)
+    model = ip.wrap(tiny.build("llama"))
+    harvest(model, folder / "whole")
+    for record in range(4):
+        child = os.fork()
+        if child == 0:
+            os.link = partial(link_or_die, iter(range(record)), os.link)
+            harvest(model, folder / "killed", segment_texts=7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    harvest(model, folder / "killed")
+    print("4 kills")
+
+
 def limited(folder: Path, size: int) -> None:
     """Harvest where no file may grow larger than this: as on a full disk."""
     model = ip.wrap(tiny.build("llama"))
@@ -80,5 +105,7 @@ def limited(folder: Path, size: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "limited":
         limited(Path(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "records":
+        killed_at_records(Path(sys.argv[2]))
     else:
         main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.store import harvest as harvesting
+from interpose.store import needs
 from interpose.store.records import Commit, file_name
 from tests.bounds import assert_near, rounding
 from tests.models import tiny
@@ -306,10 +307,10 @@ def test_a_harvest_that_was_ended_goes_on_and_makes_the_same_bytes(
     assert bytes_of(tmp_path / "ended") == bytes_of(tmp_path / "whole")
 
 
-def killing(folder: Path, kills: int, seed: int) -> None:
+def killing(folder: Path, kills: int, *arguments: str) -> None:
     """A script that kills harvests; see there."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.store.killing", str(folder), str(kills), str(seed)],
+        [sys.executable, "-m", "tests.store.killing", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -325,12 +326,16 @@ def killing(folder: Path, kills: int, seed: int) -> None:
 
 
 def test_ten_kills_leave_the_bytes_of_a_harvest_that_nobody_killed(tmp_path: Path) -> None:
-    killing(tmp_path, 10, seed=0)
+    killing(tmp_path, 10, str(tmp_path), "10", "0")
+
+
+def test_a_kill_just_before_a_record_is_there_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    killing(tmp_path, 4, "records", str(tmp_path))
 
 
 @pytest.mark.exhaustive
 def test_a_hundred_kills_leave_the_bytes_of_a_harvest_that_nobody_killed(tmp_path: Path) -> None:
-    killing(tmp_path, 100, seed=1)
+    killing(tmp_path, 100, str(tmp_path), "100", "1")
 
 
 def test_a_harvest_that_is_complete_runs_nothing(
@@ -453,8 +458,8 @@ def test_a_full_disk_says_what_to_do_and_leaves_what_was_committed(tmp_path: Pat
 def test_a_disk_that_is_too_small_is_told_of_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = harvesting.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(harvesting.shutil, "disk_usage", lambda path: usage._replace(free=5000))
+    usage = needs.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(needs.shutil, "disk_usage", lambda path: usage._replace(free=5000))
     with pytest.raises(
         ip.FileError, match=r"about .* KB are needed for 112 tokens, and .* has 4.9 KB left"
     ):

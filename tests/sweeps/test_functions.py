@@ -170,22 +170,28 @@ def test_a_function_gets_all_logits_by_their_shape(computed: list[tuple[int, int
     assert shapes == {((2, LENGTH, WIDTH), torch.float32)}
 
 
+def looks_elsewhere(odd: Tensor, known: Tensor) -> Function:
+    """The last logit of a token; another one in the row where that is furthest from all that are known."""
+    off = (odd[:, None] - known).abs().amin(1)
+    value, near = odd[off.argmax()], off.max() / 2
+    assert near > 1e-4
+
+    def function(x: Tensor) -> Tensor:
+        there = (x[:, -1, 20] - value).abs() < near
+        return torch.stack([x[n, 2, 33] if there[n] else x[n, -1, 20] for n in range(len(x))])
+
+    return function
+
+
 def test_where_a_function_looks_may_follow_from_what_it_sees(
     computed: list[tuple[int, int]],
 ) -> None:
-    clean, corrupt = (oracle.logits(model().module, tokens)[:, -1, 20] for tokens in oracle.pair())
-    some = by_hand()[:, :, -1, 20]
-    low, high = (
-        float(v) for v in (torch.cat([clean, corrupt]).min(), torch.cat([clean, corrupt]).max())
-    )
-    outside = (some < low - 1e-4) | (some > high + 1e-4)
-    assert bool(outside.any())
-
-    def either(x: Tensor) -> Tensor:
-        usual = (x[:, -1, 20] >= low - 1e-4) & (x[:, -1, 20] <= high + 1e-4)
-        return torch.stack([x[n, -1, 20] if usual[n] else x[n, 2, 33] for n in range(len(x))])
-
+    ends = [oracle.logits(model().module, tokens)[:, -1, 20] for tokens in oracle.pair()]
+    some = by_hand()[:, :, -1, 20]  # of nine cells two are tried first
+    tried = [len(some) // 2, len(some) - 1]
+    either = looks_elsewhere(some[:4].flatten(), torch.cat([*ends, *some[tried]]))
     found = sweep(model(), either)
+    assert computed  # fewer were tried
     assert oracle.near(model().module, found.each[0], wanted(either))
 
 
@@ -256,3 +262,53 @@ def test_in_16_bits_a_function_has_every_token_of_the_positions_it_looks_at(
     assert (1, WIDTH) in computed
     assert found.noise_floor > 0
     assert float((found.values - whole.values).abs().max()) <= 4 * found.noise_floor + 1e-2
+
+
+def halved(count: int) -> list[ip.Variant]:
+    return [
+        ip.Variant([ip.scale("resid_pre", 0.5 - number / 40, layer=number % LAYERS)])
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["two tokens", "the last position", "in place", "everything"])
+def test_variants_compute_what_a_function_looks_at(
+    name: str, computed: list[tuple[int, int]]
+) -> None:
+    (function, few), tokens, variants = FUNCTIONS[name], oracle.pair()[0], halved(9)
+    runs = ip.run_variants(model(), tokens, variants, metric=function, progress=False)
+    found = runs.measured()
+    assert set(computed) == ({few} if few else set())
+    for number, variant in enumerate(variants):
+        logits = model().run_with_hooks(tokens, hooks=list(variant.changes))
+        assert oracle.near(model().module, found[number], function(logits).float())
+    assert float((found - runs.base.measured).abs().min(1).values.max()) > 1e-3
+    computed.clear()
+    shown = list(ip.run_variants(model(), tokens, variants, metric=function, progress=False))
+    assert shown[3].logits.shape == (2, LENGTH, WIDTH)
+    assert not computed
+    options: dict[str, Any] = {"return_type": None, "names_filter": ("mlp_out", 1)}
+    for run in ip.run_variants(
+        model(), tokens, variants, metric=function, progress=False, **options
+    ):
+        assert oracle.near(model().module, run.measured, found[run.number])
+        assert run.logits.numel() == 0
+        assert run.cache["mlp_out", 1].shape[1] == LENGTH
+    assert bool(computed) == bool(few)
+
+
+def test_variants_whose_function_looks_elsewhere_in_some_row_have_all_logits(
+    computed: list[tuple[int, int]],
+) -> None:
+    tokens, variants = oracle.pair()[0], halved(9)
+    plain = ip.run_variants(model(), tokens, variants, progress=False)
+    last = torch.stack([run.logits[:, -1, 20] for run in plain])  # in the order in which they run
+    known = torch.cat([plain.base.logits[:, -1, 20], last[4], last[8]])
+    either = looks_elsewhere(last[:4].flatten(), known)
+    runs = ip.run_variants(model(), tokens, variants, metric=either, progress=False)
+    found = runs.measured()
+    assert computed  # fewer were tried
+    assert not found.isnan().any()
+    for number, variant in enumerate(variants):
+        logits = model().run_with_hooks(tokens, hooks=list(variant.changes))
+        assert oracle.near(model().module, found[number], either(logits))

@@ -275,3 +275,60 @@ def test_ablations_mark_what_is_within_the_noise() -> None:
     assert "within_noise" not in wanted.top(1)[0]
     assert ip.Scores.from_dict(found.to_dict()).noise_floor == found.noise_floor
     assert found.sum("head").noise_floor == pytest.approx(6 * found.noise_floor)
+
+
+FACT, PARIS = "The Eiffel Tower is in", ip.metrics.logit(" Paris")
+METHODS: dict[str, tuple[str, Any, Any]] = {
+    "a path": (NAMES[0], LEAD, lambda model, **said: ip.path_patching(model, *NAMES, **said)),
+    "a path to heads": (
+        NAMES[0],
+        LEAD,
+        lambda model, **said: ip.path_patching(
+            model, *NAMES, receivers=[(6, 0, "v"), (6, 4, "v")], **said
+        ),
+    ),
+    "a knockout": (
+        NAMES[0],
+        LEAD,
+        lambda model, **said: ip.attention_knockout(
+            model, NAMES[0], query=-1, over=("layer", "key"), **said
+        ),
+    ),
+    "tracing": (
+        FACT,
+        PARIS,
+        lambda model, **said: ip.causal_tracing(
+            model, FACT, subject="Eiffel Tower", samples=4, **said
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_variants_mark_what_is_within_the_noise(method: str) -> None:
+    text, metric, run = METHODS[method]
+    short, exact = pocket(torch.bfloat16)
+    found, wanted = (run(model, metric=metric, progress=False) for model in (short, exact))
+    assert wanted.noise_floor == 0
+    assert "noise floor" not in repr(wanted)
+    # By the model's own logits, about as a sweep's: a mean over noises has less.
+    swept = sweep(short, text, edit=ip.zero, site="z", over="layer", metric=metric).own
+    assert swept is not None
+    assert 0.1 * swept.noise_floor < found.noise_floor < 4 * swept.noise_floor
+    within = found.within_noise
+    count = int(within.sum())
+    off = (found.values - wanted.values).abs()
+    assert 0 < float(off[within].max()) <= found.noise_floor
+    assert not bool((found.values * wanted.values < 0)[~within].any())
+    assert 0 < count < within.numel()
+    assert float(wanted.values.abs().max()) > 2 * found.noise_floor
+    assert f"{count} of {within.numel()} are within it" in repr(found)
+    assert [record["within_noise"] for record in found.records()].count(True) == count
+
+
+def test_a_method_that_is_ended_does_not_know_its_floor() -> None:
+    short, _ = pocket(torch.bfloat16)
+    with pytest.raises(ip.Cancelled) as raised:
+        ip.path_patching(short, *NAMES, metric=LEAD, progress=lambda done, _: done < 5)
+    assert raised.value.result.noise_floor == float("inf")
+    repr(raised.value.result)

@@ -224,6 +224,71 @@ def test_short_and_masked_texts_in_16_bits_and_in_inference_mode(
     assert (found - one.base.measured).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_what_all_share_is_in_whole_runs_too() -> None:
+    """One variant changes what is in no block, so that all run from the first block on."""
+    model, (tokens, _) = ip.wrap(oracle.build("llama")), oracle.pair()
+    shared = [ip.scale("mlp_out", 3.0, layer=0), ip.scale("hook_embed", 2.0)]
+    variants = [
+        ip.Variant([ip.zero("mlp_out", layer=2)]),
+        ip.Variant([ip.scale("hook_embed", 0.5)]),
+    ]
+    metric = ip.metrics.logit_difference(20, 33)
+    runs = ip.run_variants(model, tokens, variants, hooks=shared, metric=metric, progress=False)
+    assert runs.tally.plan == "batches"
+    embed, first, last = model.module.model.embed_tokens, *oracle.blocks(model.module)[::2]
+    for found, scale, end in zip(runs.measured(), (2.0, 1.0), (0.0, 1.0)):
+        with ExitStack() as stack:
+            for module, by in ((embed, scale), (first.mlp, 3.0), (last.mlp, end)):
+                stack.enter_context(oracle.Spot(module, True).through(lambda x, by=by: x * by))
+            logits = oracle.logits(model.module, tokens)[:, -1]
+        assert oracle.near(model.module, found, logits[:, 20] - logits[:, 33])
+        bare = oracle.logits(model.module, tokens)[:, -1]
+        assert float((logits - bare).abs().max()) > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_rows", [None, 3, 4, 7])
+def test_in_16_bits_one_that_changes_nothing_runs_beside_the_others(
+    max_rows: int | None, monkeypatch: Any
+) -> None:
+    """A module that computes otherwise for more rows, as kernels do, shows in the noise."""
+    module = oracle.build("gpt2").half()
+    tokens, rows = oracle.pair()[0], []
+    last = oracle.blocks(module)[-1]
+    far = 0.1 * oracle.values(module, tokens, [oracle.Spot(last, leaves=True)])[0].abs().mean()
+
+    def shift(_: Any, args: Any, output: Any) -> Any:
+        moved = output if isinstance(output, Tensor) else output[0]
+        rows.append(len(moved))
+        moved[..., :7] += far if len(moved) not in (1, 2) else 0
+        return output
+
+    last.register_forward_hook(shift)
+    # A hook of torch would make the runs come one by one.
+    monkeypatch.setattr("interpose.sweeps.execution.strangers", lambda model: False)
+    model = ip.wrap(module)
+    variants = [ip.Variant([ip.scale("mlp_out", 0.5, layer=layer)]) for layer in (0, 1, 1, 2)]
+    metric = ip.metrics.logit_difference(20, 33)
+    runs = ip.run_variants(
+        model, tokens, variants, metric=metric, max_rows=max_rows, progress=False
+    )
+    rows.clear()
+    found = runs.measured()
+    assert max_rows is None or max(rows) <= max_rows + 2  # that are no multiple of another size
+    assert found.shape == (4, 2)
+    noise = runs.noise()
+    assert noise.shape == (17, 2)
+    few, many = (oracle.logits(module, tokens.repeat(n, 1))[:2, -1].float() for n in (1, 2))
+    wanted = (many - few)[:, 20] - (many - few)[:, 33]
+    together = max_rows != 3  # there is no room for it
+    assert_near(noise[0], wanted if together else torch.zeros(2), many.half())
+    exact = ip.wrap(oracle.build("gpt2"))
+    assert ip.run_variants(
+        exact, tokens, variants, metric=metric, progress=False
+    ).noise().shape == (0, 2)
+
+
 def test_errors_say_what_to_write() -> None:
     model, tokens = ip.wrap(oracle.build("gpt2")), oracle.pair()[0]
     scale = ip.Variant([ip.scale("mlp_out", 3.0, layer=1)])

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,10 +19,16 @@ from interpose.cli.options import (
     Wanted,
     give,
     is_terminal,
+    load_model,
     numbers,
+    script,
     several,
     told,
 )
+from interpose.cli.sae import saes
+from interpose.cli.size import size
+from interpose.cli.steer import steer
+from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
     Answer,
@@ -38,9 +44,6 @@ from interpose.cli.sweep_options import (
     Sites,
     SweptModel,
 )
-
-if TYPE_CHECKING:
-    from interpose.models.transformer import TransformerModel
 
 app = typer.Typer(
     help="Look inside neural networks while they run.",
@@ -123,9 +126,9 @@ def check(
     layers = numbers("layer", layer)
     if wanted.python:
         asked = "" if layers is None else f"layer={layers}"
-        yield _script(model, device, dtype, f"print(model.check({asked}))")
+        yield script(model, device, dtype, f"print(model.check({asked}))")
         return True
-    report = _load(model, device, dtype).check(layer=layers)
+    report = load_model(model, device, dtype).check(layer=layers)
     yield from give(report, wanted)
     return report.passed
 
@@ -148,11 +151,11 @@ def sites(
     """
     if wanted.python:
         asked = "" if pattern is None else f".select({pattern!r})"
-        yield _script(model, device, dtype, f"print(model.sites{asked})")
+        yield script(model, device, dtype, f"print(model.sites{asked})")
         return
     from interpose.render.html import page
 
-    there = _load(model, device, dtype).sites
+    there = load_model(model, device, dtype).sites
     chosen = there if pattern is None else there.select(pattern)
     found = {
         name: {"kind": site.kind, "axes": list(site.axes), "about": site.about}
@@ -177,7 +180,7 @@ def run(
     experiment: Annotated[str, typer.Argument(metavar="FILE", help="The experiment's file.")],
     device: Device = None,
 ) -> Iterator[str]:
-    """Run an experiment from its file, as interpose sweep --save wrote it."""
+    """Run an experiment from a file that interpose sweep --save wrote."""
     from interpose.experiments.experiment import Experiment
 
     loaded = Experiment.load(experiment)
@@ -185,6 +188,12 @@ def run(
         yield loaded.to_python(experiment).rstrip("\n")
         return
     yield from give(loaded.run(device=device, progress=is_terminal()), wanted)
+
+
+app.command()(told(harvest))
+app.command()(told(size))
+app.add_typer(stores, name="store")
+app.add_typer(saes, name="sae")
 
 
 @app.command()
@@ -251,23 +260,7 @@ def sweep(
             yield f"the experiment: {save}  (again: interpose run {save})"
 
 
-def _load(model: str, device: str | None, dtype: str | None) -> TransformerModel:
-    import torch
-
-    import interpose as ip
-
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not isinstance(kind, torch.dtype):
-        raise ValueError(f"no dtype {dtype!r}; try float32, bfloat16 or float16.")
-    return ip.load(model, device=device, dtype=kind)
-
-
-def _script(model: str, device: str | None, dtype: str | None, last: str) -> str:
-    """A script that loads a model and does one thing."""
-    options = "" if device is None else f", device={device!r}"
-    options += "" if dtype is None else f", dtype=torch.{dtype}"
-    torch = "" if dtype is None else "import torch\n"
-    return f"{torch}import interpose as ip\n\nmodel = ip.load({model!r}{options})\n{last}"
+app.command()(steer)
 
 
 if __name__ == "__main__":

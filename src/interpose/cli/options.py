@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -20,9 +20,12 @@ from interpose.errors import InterposeError
 from interpose.files.writing import write_whole
 from interpose.render.frame import csv_text
 
+if TYPE_CHECKING:
+    from interpose.models.transformer import TransformerModel
+
 FILE = "FILE"
 _KINDS = ("json", "csv", "html")
-_HELD, _FAILED, _MISTAKEN = 0, 1, 2
+_HELD, _FAILED, _MISTAKEN, _INTERRUPTED = 0, 1, 2, 130
 
 Device = Annotated[
     str | None,
@@ -148,6 +151,7 @@ def told(command: Callable[..., Iterator[str]]) -> Callable[..., None]:
     """
     own = inspect.signature(command, eval_str=True)
     _, *mine = own.parameters.values()
+    name = command.__name__.replace("_", " ")
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -155,10 +159,14 @@ def told(command: Callable[..., Iterator[str]]) -> Callable[..., None]:
         debug = common.pop("debug")
         try:
             held = _printed(command(Wanted(**common), **given))
+        except KeyboardInterrupt as ended:
+            said = " ".join(["ended.", *getattr(ended, "__notes__", ())])
+            typer.echo(f"interpose {name}: {_as_command(said)}", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            typer.echo(f"interpose {command.__name__}: {_message(error, own)}", err=True)
+            typer.echo(f"interpose {name}: {_message(error, own)}", err=True)
             raise typer.Exit(_MISTAKEN) from None
         raise typer.Exit(_HELD if held in (None, True) else _FAILED)
 
@@ -188,7 +196,12 @@ def _message(error: Exception, command: inspect.Signature) -> str:
         return f"--{name} {value or '...'}" if name in there else match[0]
 
     text = re.sub(r"\b([a-z_]+)=('[^']*'|\"[^\"]*\"|\[[^\]]*\]|\.{3}|[\w.-]*\w)", flag, text)
-    return text.replace("model.sites", "interpose sites MODEL")
+    return _as_command(text).replace("model.sites", "interpose sites MODEL")
+
+
+def _as_command(text: str) -> str:
+    """What is said of a call of the library, said of the command."""
+    return text.replace("same ip.harvest(...)", "same command")
 
 
 _FORESEEN = (
@@ -217,3 +230,23 @@ def numbers(flag: str, given: list[str] | None) -> list[int] | None:
 def is_terminal() -> bool:
     """Whether somebody is watching, so that progress is shown."""
     return sys.stderr.isatty()
+
+
+def load_model(model: str, device: str | None, dtype: str | None) -> TransformerModel:
+    """The model, where and in what it is asked for."""
+    import torch
+
+    import interpose as ip
+
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        raise ValueError(f"no dtype {dtype!r}; try float32, bfloat16 or float16.")
+    return ip.load(model, device=device, dtype=kind)
+
+
+def script(model: str, device: str | None, dtype: str | None, last: str) -> str:
+    """A script that loads a model and does one thing."""
+    options = "" if device is None else f", device={device!r}"
+    options += "" if dtype is None else f", dtype=torch.{dtype}"
+    torch = "" if dtype is None else "import torch\n"
+    return f"{torch}import interpose as ip\n\nmodel = ip.load({model!r}{options})\n{last}"

@@ -17,11 +17,13 @@ from interpose.edits.edit import Edit
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.errors import FileError
+from interpose.jobs.job import live_hooks
+from interpose.models.knowledge import Conditions
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
-from interpose.store.filling import _Segment as UnfinishedSegment
-from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _live, _said
-from interpose.store.records import About, Plan, StoredSite, TextsAbout
+from interpose.store.filling import fill_segment
+from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _said
+from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
 from interpose.store.rows import Row, row_length
 from interpose.store.sources import Shard
 from interpose.store.store import Store, open_store
@@ -37,7 +39,8 @@ class StoreLog(Collector):
     ```
 
     A segment counts when it is committed: as soon as it is large enough, at `flush` and at the end of the block. What
-    was kept in memory until then is lost with the process. A store of the same model and sites is gone on with. For
+    was kept in memory until then is lost with the process. A store of the same model and sites is gone on with; what a
+    model makes whose weights or edits have changed since is refused, and what came before stays. For
     texts that nothing runs yet there is `ip.harvest`.
 
     Args:
@@ -62,6 +65,8 @@ class StoreLog(Collector):
         self.segment_bytes = segment_bytes
         self._about: About | None = None
         self._model: Any = None
+        self._made_by: ModelAbout  # these two as soon as there is a model
+        self._rests_on: Conditions
         self._hooks: list[Any] = []
         self._pass: Any = None  # what tells one forward pass from another
         self._values: dict[str, Tensor] = {}
@@ -78,12 +83,9 @@ class StoreLog(Collector):
             self._end_pass()
             if self._size >= self.segment_bytes:
                 self._commit(last=False)
+            self._must_be_of(hook.model)
             self._pass = hook.given
             self._tokens = [row[text].tolist() for row, text in zip(tokens, real)]
-        if self._model is None:
-            self._model = hook.model
-            live = _live(self._model, (), "local")
-            self._hooks = [one for one in live if not isinstance(one, Detector)]
         with torch.inference_mode(False), torch.no_grad():
             kept = value[real.to(value.device)].to("cpu", self.dtype or value.dtype, copy=True)
         site = hook.model.tree.site(hook.name)
@@ -97,6 +99,26 @@ class StoreLog(Collector):
             aliases=tuple(site.aliases),
         )
         self._values[hook.canonical] = kept
+
+    def _must_be_of(self, model: Any) -> None:
+        """Refuse what another model makes, or this one with other numbers or edits; what came before is committed."""
+        live = [one for one in live_hooks(model) if not isinstance(one, Detector)]
+        if self._model is None:
+            self._hooks = live
+        same = list(map(_said, live)) == list(map(_said, self._hooks))
+        if same and self._model is model and self._rests_on.hold():
+            return
+        about = fingerprint.of_model(model)
+        if self._model is None:
+            self._model, self._made_by = model, about
+        elif about != self._made_by or not same:
+            self.flush()
+            what = "other edits" if about == self._made_by else "another model, or other weights"
+            raise FileError(
+                f"{str(self.folder)!r} has what came before, and this is of {what}: a store is of one model as it was, "
+                "with the same edits. Give another folder to what comes now."
+            )
+        self._rests_on = Conditions(model.root)
 
     def _end_pass(self) -> None:
         """A forward pass is over; one that did not reach every site has failed, and nothing of it counts."""
@@ -134,19 +156,8 @@ class StoreLog(Collector):
         first = max((one.texts[1] for one in commits.values()), default=0)
         shard = Shard(number=number, first=first, items=tuple(self._rows), last=last)
         rows = [Row(tokens, first + at, 0) for at, tokens in enumerate(self._rows)]
-        kept = [range(len(row)) for row in self._rows]
-        segment = UnfinishedSegment(self.folder, self._about, shard, rows, kept)
-        try:
-            segment.begin()
-            for parts in zip(*self._parts.values()):
-                values = dict(zip(self._parts, parts))
-                for name, part in values.items():
-                    segment.count(name, part)
-                segment.write(values)
-            segment.commit()
-        except BaseException:
-            segment.discard()
-            raise
+        parts = [dict(zip(self._parts, some)) for some in zip(*self._parts.values())]
+        fill_segment(self.folder, self._about, shard, rows, parts)
         self._rows, self._parts, self._size = [], {}, 0
 
     def _begun(self) -> About:
@@ -155,7 +166,7 @@ class StoreLog(Collector):
         edits = [hook for hook in self._hooks if isinstance(hook, Edit)]
         names = model.tree.speller()
         about = About(
-            model=fingerprint.of_model(model),
+            model=self._made_by,
             texts=TextsAbout(
                 fingerprint=None,
                 count=None,

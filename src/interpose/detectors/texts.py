@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ from interpose.engine.points import HookPoint
 from interpose.errors import Unsupported
 from interpose.models.batching import packed
 from interpose.models.running.masks import mask_at, side_of
+
+
+def special_ids(model: Any) -> set[int]:
+    """The tokens of which a model's tokenizer says that they are special, such as BOS."""
+    return set(getattr(model._tokenizer_or_none(), "all_special_ids", ()))
 
 
 def tokens_at(who: str, value: Tensor, hook: HookPoint) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interpose.detectors.collector import Collector
-from interpose.detectors.texts import tokens_at
+from interpose.detectors.texts import special_ids, tokens_at
 from interpose.engine.points import HookPoint
 from interpose.errors import NothingMatched, SiteNotFound
 from interpose.explain.words import some
@@ -173,7 +173,7 @@ class TopActivating(Collector):
             site: its name; may be left out if there is one.
         """
         _, seen = self._of(site)
-        special = _special_ids(seen.model)
+        special = special_ids(seen.model)
         return {
             number: seen.model.to_string([token for token in row.tolist() if token not in special])
             for number, row in seen.texts.items()
@@ -193,11 +193,7 @@ class TopActivating(Collector):
         self._seen.clear()
 
 
-def _special_ids(model: Any) -> set[int]:
-    return set(getattr(model._tokenizer_or_none(), "all_special_ids", ()))
-
-
 def _special(tokens: Tensor, model: Any) -> Tensor:
     """Which tokens are special."""
-    ids = sorted(_special_ids(model))
+    ids = sorted(special_ids(model))
     return torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))

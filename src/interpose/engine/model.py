@@ -79,22 +79,23 @@ class Model(StandingHooks):
         """
         stamp = self._stamp
         if stamp is None or not stamp.holds() or (thoroughly and not stamp.holds_for()):
-            self._stamp = Stamp(self.module)
             if stamp is not None:
                 self.forget()
+            self._stamp = Stamp(self.module)
 
     def select(self, wanted: Any) -> list[tuple[Site, bool]]:
         """The sites that a filter means in the module as it is, each with whether it was named outright."""
         found = self.tree.select(wanted)
         if self._stamp is not None and not self._stamp.holds_for(site.module for site, _ in found):
-            self._stamp = Stamp(self.module)
             self.forget()
+            self._stamp = Stamp(self.module)
             found = self.tree.select(wanted)
         return found
 
     def forget(self) -> None:
         """Find everything out anew, when it is next asked for."""
         self.changes += 1
+        self._stamp = None
         self.tree.forget()
         self._seen.clear()
         self._calls_of.clear()

@@ -33,6 +33,7 @@ class Stamp:
     def __init__(self, root: nn.Module) -> None:
         modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._wholes = [module for module in modules if module._modules]
+        self._leaves = [module for module in modules if not module._modules]
         self._holders = [module for module in modules if module._parameters]
         self._children = self._parts()
         self._kinds = list(map(type, self._wholes + self._holders))
@@ -54,6 +55,7 @@ class Stamp:
         """Whether the same parts are there."""
         return (
             self._parts() == self._children
+            and not any(map(_CHILDREN, self._leaves))
             and list(map(type, self._wholes + self._holders)) == self._kinds
             and list(map(len, map(_PARAMETERS, self._holders))) == self._counts
             and list(map(_FORWARD, self._classes)) == self._written

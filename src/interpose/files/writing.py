@@ -51,16 +51,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
     settle(target.parent)
 
 
-def create_whole(path: str | Path, content: bytes | str) -> bool:
+def create_whole(path: str | Path, content: bytes | str, *, by_way_of: Path | None = None) -> bool:
     """Put a file where none is, whole and for good; False if another was first. Of many who try, one succeeds.
 
     Args:
         path: a new name.
         content: its bytes, or a text, which is written in UTF-8.
+        by_way_of: a folder of the same file system that it is written to first; by default that of ``path``. A process
+            that is killed may leave an unfinished file there.
     """
     target = Path(path)
     content = content.encode() if isinstance(content, str) else content
-    unfinished = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
+    unfinished = (by_way_of or target.parent) / f".{target.name[:40]}.{secrets.token_hex(8)}"
     try:
         _write_new(unfinished, content)
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import work_of
+from interpose.methods.batches import floor_of, work_of
 from interpose.methods.layers import Layers, around, chosen_layers, heads_of, sites_in
 from interpose.models.selection import Some, entries
 from interpose.progress import Progress, ShowProgress
@@ -91,15 +91,13 @@ def attention_knockout(
         for batch in batches:
             edges = [_edges(batch, query, one) for one in ([key] if keys is None else keys)]
             cuts = _Cuts(windows, edges, seeing)
-            every.append(
-                ip.run_variants(
-                    model, batch, cuts.variants, metric=metric, max_rows=max_rows, progress=False
-                )
-            )
+            more = {"metric": metric, "return_type": None, "max_rows": max_rows}
+            every.append(ip.run_variants(model, batch, cuts.variants, **more, progress=False))
             every[-1].tally.one_per_cell -= cuts.idle * batch.clean.numel() * len(model.blocks)
             for row, number, effect in cuts.effects(every[-1]):
                 each[row, number, list(batch.numbers)] = effect.cpu()
                 advance.step(len(batch))
+    noise_floor = floor_of(every, advance)
     clean = torch.cat([runs.base.measured for runs in every])
     said = {
         "metric": ip.metrics.label(metric),
@@ -116,6 +114,7 @@ def attention_knockout(
         protocol=said,
         evidence=_EVIDENCE,
         tokens=batches[0].str_tokens,
+        noise_floor=noise_floor,
     )
     return advance.whole(found)
 

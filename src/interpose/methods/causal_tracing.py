@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import work_of
+from interpose.methods.batches import floor_of, work_of
 from interpose.methods.layers import Layers, around, chosen_layers
 from interpose.progress import Progress, ShowProgress
 
@@ -105,6 +105,7 @@ def causal_tracing(
             noisy = every[-1].base.measured
             for run in every[-1]:
                 each[(*cells[run.number], some)] = (run.measured - noisy).cpu()
+    noise_floor = floor_of(every, advance)
     found = ip.Scores.averaged(
         each,
         title=f"Causal tracing: {site} restored, {samples} noises on {subject!r}",
@@ -122,6 +123,7 @@ def causal_tracing(
         },
         evidence=_EVIDENCE,
         tokens=one.str_tokens,
+        noise_floor=noise_floor,
     )
     return advance.whole(found)
 
@@ -170,6 +172,7 @@ class _Trace:
             dataclasses.replace(self.text, clean=same, numbers=numbers),
             variants,
             metric=self.metric,
+            return_type=None,
             clean_logits=self.logits.expand(count, -1, -1),
             hooks=[("hook_embed", blur)],
             **more,

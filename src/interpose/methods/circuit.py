@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.methods.batches import work_of
 from interpose.methods.circuit_picture import picture
 from interpose.methods.edge_ablation import AblatedRun
 from interpose.methods.wiring import Edge, Graph, wiring
-from interpose.progress import ShowProgress, tracked
+from interpose.progress import Progress, ShowProgress
 from interpose.render.text import table
 from interpose.results.result import shown
 
@@ -176,6 +177,7 @@ def faithfulness(
     scores: ip.EdgeScores | None = None,
     sizes: Sequence[int] | None = None,
     batch_size: int = 16,
+    max_rows: int | None = None,
     prepend_bos: bool | None = None,
     progress: ShowProgress = True,
 ) -> Faithfulness:
@@ -187,8 +189,8 @@ def faithfulness(
     ip.faithfulness(model, clean, corrupt, metric=lead, circuits=scores.circuit(edges=200)).values
     ```
 
-    Of several texts, the means of the metric are compared. One forward pass for each circuit, two for the runs
-    they are compared with.
+    Of several texts, the means of the metric are compared. Circuits are variants of the clean run, one at a time unless
+    ``max_rows`` lets more run together.
 
     Args:
         model: the model that the circuits are of, in eval mode.
@@ -199,6 +201,8 @@ def faithfulness(
         scores: of edges, from which circuits are made,
         sizes: one of each of these numbers of edges.
         batch_size: how many texts run together, at most.
+        max_rows: how many rows (texts times circuits) run together, at most; by default those of one circuit, which
+            keeps what every writer adds: [writer, text, pos, d_model].
         prepend_bos: as in ``to_tokens``, for texts.
         progress: as in `ip.sweep`.
     """
@@ -216,48 +220,65 @@ def faithfulness(
                 f"{len(wires.graph.readers)}."
             )
     parts = ip.batches(model, clean, corrupt, batch_size=batch_size, prepend_bos=prepend_bos)
-    found = torch.zeros(2 + len(chosen), parts[0].total)
-    for batch in tracked(parts, progress):
-        assert batch.corrupt is not None
-        with torch.no_grad():
-            whole = model(batch.clean)
-            without, values = wires.reference(batch.corrupt, "logits")
-            measure = batch.measure(metric, whole)
-            runs = (
-                AblatedRun(wires, circuit.mask, values).logits(batch.clean) for circuit in chosen
-            )
-            for row, logits in enumerate(chain((whole, without), runs)):
-                found[row, list(batch.numbers)] = measure(logits).cpu()
+    found = torch.full((2 + len(chosen), parts[0].total), torch.nan, device="cpu")
+    every: list[ip.VariantRuns] = []
+    with torch.no_grad(), Progress(progress, found[2:].numel(), keeps=True) as advance:
+        for batch in parts:
+            assert batch.corrupt is not None
+            numbers = list(batch.numbers)
+            without, values = wires.reference(batch.corrupt, "logits", **batch.last_logits(metric))
+            assert without is not None
+            cut = [AblatedRun(wires, circuit.mask, values).variant for circuit in chosen]
+            more = {"metric": metric, "return_type": None, "max_rows": max_rows or len(batch)}
+            every.append(ip.run_variants(model, batch, cut, **more, progress=advance))
+            runs = every[-1].base
+            found[0, numbers] = runs.measured.cpu()
+            found[1, numbers] = batch.measure(metric, runs.logits)(without).cpu()
+            for run in every[-1]:
+                found[2 + run.number, numbers] = run.measured.cpu()
+    corrupted = [batch.corrupt for batch in parts[: len(every)] if batch.corrupt is not None]
+    protocol = {
+        "metric": ip.metrics.label(metric),
+        "clean": float(found[0].nanmean()),
+        "corrupt": float(found[1].nanmean()),
+        "kept": [len(circuit) for circuit in chosen],
+        "examples": parts[0].total,
+        **work_of(every, *corrupted),
+    }
+    return advance.whole(_faithfulness(found, labels, chosen, protocol))
+
+
+def _faithfulness(
+    found: Tensor, labels: list[int], circuits: Sequence[Circuit], protocol: dict[str, Any]
+) -> Faithfulness:
     return Faithfulness(
         title="faithfulness of circuits",
         values=_shares(found),
         axes={"edges": labels},
         unit="share of the way from corrupt to clean",
-        protocol={
-            "metric": ip.metrics.label(metric),
-            "clean": float(found[0].mean()),
-            "corrupt": float(found[1].mean()),
-            "kept": [len(circuit) for circuit in chosen],
-            "examples": parts[0].total,
-            "forwards": (2 + len(chosen)) * len(parts),
-        },
+        protocol=protocol,
         evidence=EVIDENCE,
         each=found[2:],
         clean=found[0],
         corrupt=found[1],
-        possible=len(wires.graph),
+        possible=len(circuits[0].graph),
     )
 
 
 def _shares(found: Tensor) -> Tensor:
-    clean, corrupt, *circuits = found.mean(1)
-    if clean == corrupt:
+    clean, corrupt, *circuits = found
+    if clean.nanmean() == corrupt.nanmean():
         raise ValueError(
-            f"the metric is {float(clean):.4g} on the clean and on the corrupt text: there is nothing that a circuit "
-            "could bring back. Give texts, or a metric, that differ."
+            f"the metric is {float(clean.nanmean()):.4g} on the clean and on the corrupt text: there is nothing that a "
+            "circuit could bring back. Give texts, or a metric, that differ."
         )
-    shares: Tensor = (torch.tensor(circuits) - corrupt) / (clean - corrupt)
-    return shares
+    there = [~each.isnan() for each in circuits]  # of a run that was ended, what is done
+    return torch.stack(
+        [
+            (each[some] - corrupt[some]).mean() / (clean[some] - corrupt[some]).mean()
+            for each, some in zip(circuits, there)
+        ]
+    )
 
 
 def _chosen(

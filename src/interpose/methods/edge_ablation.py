@@ -28,15 +28,17 @@ class AblatedRun:
         self.corrupt = corrupt
         self.used: list[int] = kept.any(1).nonzero().flatten().tolist()
         # [used writer, reader], and what they write more than on the corrupt text, [used writer, token, d_model].
-        first = wide(corrupt[INPUT].flatten(0, 1))
-        self.kept = kept[self.used].to(first)
-        self.moved = first.new_zeros(len(self.used), *first.shape)
+        self.first = wide(corrupt[INPUT].flatten(0, 1))
+        self.kept = kept[self.used].to(self.first)
+        self.moved = self.first.new_empty(0)
         self.live: dict[str, Tensor] = {}
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Run it, on tokens [batch, pos]."""
+    @property
+    def variant(self) -> ip.Variant:
+        """What makes it differ from the run on the clean text."""
         last = len(self.wires.graph.readers) - 1
         hooks = [
+            (INPUT, self._begin),
             *self._writes_stream(INPUT, 0),
             (self.wires.final, self._reads(slice(last, last + 1), self.wires.final)),
         ]
@@ -46,8 +48,14 @@ class AblatedRun:
                 hooks += self._attention(layer)
             if layer.mlp_site and heads.stop in self.used:
                 hooks += self._mlp(layer)
-        found: Tensor = self.wires.model.run_with_hooks(tokens, fwd_hooks=hooks)
-        return found
+        return ip.Variant([*hooks, (self.wires.final, self._end)])
+
+    def _begin(self, value: Tensor, hook: ip.HookPoint) -> None:  # noqa: ARG002
+        self.moved = self.first.new_zeros(len(self.used), *self.first.shape)
+
+    def _end(self, value: Tensor, hook: ip.HookPoint) -> None:  # noqa: ARG002
+        self.moved = self.first.new_empty(0)
+        self.live.clear()
 
     def _attention(self, layer: Layer) -> Iterable[Hook]:
         stream = layer.site("hook_attn_in")

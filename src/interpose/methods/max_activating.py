@@ -224,7 +224,7 @@ def max_activating(
         raise ValueError("give neuron or direction, not both: directions are numbered from 0.")
     found: Found | None = None
     total = tokens = forwards = 0
-    for batch, before in _batches(model, texts, batch_size, prepend_bos, progress):
+    for batch, before in in_turn(model, texts, batch_size, prepend_bos, progress):
         values = sign * _values(model, batch, site, layer, head, units, direction)
         counted = torch.ones_like(batch.clean, dtype=torch.bool)
         counted[:, : int(skip_first)] = False
@@ -264,26 +264,38 @@ def digest_of(direction: Tensor) -> str:
     return hashlib.sha256(array("f", numbers).tobytes()).hexdigest()[:12]
 
 
-def _batches(
+def in_turn(
     model: ip.TransformerModel,
     texts: Any,
     batch_size: int,
     prepend_bos: bool | None,
     progress: ShowProgress,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[ip.Batch, int]]:
-    """Batches of texts, or of rows of a store, a part at a time; and how many texts were before their first."""
+    """Batches of texts, or of rows of a store, a part at a time; and how many texts were before their first.
+
+    Args:
+        model: a model of transformers.
+        texts: as of `max_activating`.
+        batch_size: how many run together.
+        prepend_bos: as in ``to_tokens``, for texts.
+        progress: as in `ip.sweep`.
+        share: which of how many: ``(0, 4)`` goes through every fourth part.
+    """
     size, before = batch_size * _CHUNK, 0
     if isinstance(texts, ip.ActivationRows):
         texts.must_be_of(model)
-        for among in tracked(_parts(len(texts), size), progress, "row"):
+        every = _parts(len(texts), size)[share[0] :: share[1]]
+        for among in tracked(every, progress, "row"):
             for batch in batches_to_read(
                 model, texts, batch_size=batch_size, prepend_bos=prepend_bos, among=among
             ):
                 yield batch, 0
         return
-    for chunk in _chunks(model, texts, size, progress):
-        for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
-            yield batch, before
+    for number, chunk in enumerate(_chunks(model, texts, size, progress)):
+        if number % share[1] == share[0]:
+            for batch in ip.batches(model, chunk, batch_size=batch_size, prepend_bos=prepend_bos):
+                yield batch, before
         before += len(chunk)
 
 

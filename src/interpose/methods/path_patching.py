@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
-from interpose.methods.batches import work_of
+from interpose.methods.batches import floor_of, work_of
 from interpose.methods.layers import heads_of
 from interpose.progress import Progress, ShowProgress
 
@@ -103,6 +103,7 @@ def path_patching(
         axes = {"layer": list(layers), "head": list(range(count))}
         each = each.unflatten(0, (len(layers), count))
     whole = [tokens for paths in done for tokens in (paths.batch.clean, paths.batch.corrupt)]
+    noise_floor = floor_of([paths.runs[-1] for paths in done], advance)
     found = ip.Scores.averaged(
         each,
         title=f"Path patching: heads to {'heads' if hearing else 'the logits'}",
@@ -117,6 +118,7 @@ def path_patching(
             **work_of([runs for paths in done for runs in paths.runs], *whole),
         },
         evidence=_EVIDENCE,
+        noise_floor=noise_floor,
     )
     return advance.whole(found)
 
@@ -153,7 +155,7 @@ class _Paths:
             heard = self._run(variants, max_rows, names_filter=kinds, return_type=None)
             told = {run.number: self._told(senders[run.number][0], run.cache) for run in heard}
             variants = [told[number] for number in range(len(senders))]
-        runs = self._run(variants, max_rows, metric=self.metric)
+        runs = self._run(variants, max_rows, metric=self.metric, return_type=None)
         corrupt = self.batch.measure(self.metric, runs.base.logits)(self.logits)
         self.ends = [runs.base.measured, corrupt]
         for run in runs:

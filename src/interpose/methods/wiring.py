@@ -162,13 +162,14 @@ class Wiring:
         return names
 
     def reference(
-        self, tokens: Tensor, return_type: str | None = None
+        self, tokens: Tensor, return_type: str | None = None, **wanted: Any
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run the model once; the writers must add up to what the readers read.
 
         Args:
             tokens: [batch, pos].
             return_type: ``logits``, or None to end the run after the last block.
+            wanted: what asks for few logits alone: see `ip.Batch.last_logits`.
         """
         names = [*self.sites, self.final]
         for layer in self.layers:
@@ -176,7 +177,7 @@ class Wiring:
             names += [layer.mlp_site] if layer.mlp_site and not layer.shares_norm else []
         with torch.no_grad():
             logits, cache = self.model.run_with_cache(
-                tokens, names_filter=names, return_type=return_type
+                tokens, names_filter=names, return_type=return_type, **wanted
             )
         found = {name: cache[name] for name in names}
         self._prove(found)

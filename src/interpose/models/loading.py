@@ -126,10 +126,27 @@ def load(
             name_or_folder, config=config, dtype="auto" if dtype is None else dtype, **options
         )
     if "device_map" not in options:
-        module = module.to(device or _best_device())
+        module = module.to(device or best_device())
     module.eval()
     tokenizer, processor = _readers(transformers, name_or_folder, options)
     return TransformerModel(module, tokenizer=tokenizer, processor=processor)
+
+
+def skeleton(name_or_folder: str) -> Any:
+    """A model without its weights, of which it has only names and shapes: by its config, on the meta device.
+
+    Args:
+        name_or_folder: as in `load`.
+    """
+    transformers = _transformers()
+    name = str(POCKET) if name_or_folder == "pocket" else name_or_folder
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise FileNotFoundError(f"no folder {name!r}.")
+    options = within_reach(name, {"trust_remote_code": False})
+    with _own_code(name):
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+    with torch.device("meta"):
+        return _class_for(transformers, config)._from_config(config)
 
 
 _FOR_FILES = (
@@ -194,7 +211,8 @@ def _transformers() -> Any:
     return transformers
 
 
-def _best_device() -> torch.device:
+def best_device() -> torch.device:
+    """The accelerator, if there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
 

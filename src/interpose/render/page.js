@@ -80,6 +80,14 @@
     }
   }
 
+  // A search box: of the tables after it, rows that have all its words.
+  for (const find of document.querySelectorAll("input.ip-find"))
+    find.addEventListener("input", () => {
+      const words = find.value.toLowerCase().split(/\s+/);
+      for (const row of document.querySelectorAll(".ip-table tbody tr"))
+        row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    });
+
   // What scrolls is reached with the keyboard too.
   for (const part of document.querySelectorAll(".ip-scroll"))
     if (part.scrollWidth > part.clientWidth) part.tabIndex = 0;

@@ -54,7 +54,10 @@ class MatchingPursuitSAE(SAE):
 
     def encode(self, x: Tensor) -> Tensor:
         """How strongly each latent fires, [..., latent]."""
-        x, _ = self.normalised(x)
+        return self.pursued(self.normalised(x)[0])
+
+    def pursued(self, x: Tensor) -> Tensor:
+        """The codes of vectors that are normalised already."""
         rest = (x - self.b_dec if self.subtract_bias else x).reshape(-1, self.d_in)
         found = rest.new_zeros(len(rest), self.d_sae)
         open_ = torch.ones(len(rest), dtype=torch.bool, device=rest.device)

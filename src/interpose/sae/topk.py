@@ -76,11 +76,11 @@ class BatchTopKSAE(SAE):
         flat = pre.relu().flatten()
         count = min(max(1, int(self.k * (flat.numel() // self.d_sae))), flat.numel())
         values, places = flat.topk(count, sorted=False)
-        least = values.detach()[values.detach() > 0]
-        if len(least):
-            now = least.min().double()
-            first = self.threshold == 0
-            self.threshold.copy_(torch.where(first, now, self.threshold.lerp(now, 0.01)))
+        found = values.detach()
+        least = torch.where(found > 0, found, torch.inf).amin().to(self.threshold)
+        was = self.threshold
+        now = torch.where(was == 0, least, was.lerp(least, 0.01))
+        was.copy_(torch.where(least.isfinite(), now, was))  # and nothing waits for the device
         return Codes.of_places(places, values, pre.shape)
 
     def activated(self, pre: Tensor) -> Tensor:

@@ -14,10 +14,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Queue
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from interpose.errors import FileError
 from interpose.files.writing import create_whole, settle
 from interpose.monitors.statistics import Summary
+from interpose.store.in_order import InOrder
 from interpose.store.quantised import quantised
 from interpose.store.records import (
     COMMITS,
@@ -65,7 +65,7 @@ class SegmentMaker:
         self.vectors = vectors
         self.positions = Positions.of_data(about.pos)
         self._begun: deque[_Segment] = deque(maxlen=_AHEAD + 1)
-        self._thread = _InOrder()
+        self._thread = InOrder()
         self._room = threading.BoundedSemaphore(_AHEAD)
         self._free: deque[dict[str, Tensor]] = deque()
         self._side = torch.cuda.Stream() if vectors.model.device.type == "cuda" else None
@@ -195,8 +195,7 @@ class _Segment:
         self.rows = rows
         self.kept = kept
         self.vectors = sum(map(len, kept))
-        owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
-        self.folder = folder / UNFINISHED / owner
+        self.folder = own_folder(folder)
         self._files: dict[str, TensorWriter] = {}
         self._scales: dict[str, list[Tensor]] = {}
         self._sums: dict[str, Summary] = {}
@@ -218,7 +217,7 @@ class _Segment:
             with self._enough_room():
                 self._files[name] = TensorWriter(self.folder / file_name(name), parts)
 
-    def write(self, values: dict[str, Tensor]) -> None:
+    def write(self, values: Mapping[str, Tensor]) -> None:
         """The vectors of the next rows."""
         for name, some in values.items():
             if self.about.sites[name].torch_dtype == torch.int8:
@@ -249,7 +248,12 @@ class _Segment:
             last=shard.last,
             resume=shard.resume,
         )
-        create_whole(self.store / COMMITS / commit_name(number), commit.to_json())
+        with self._enough_room():
+            first = record(self.store, f"{COMMITS}/{commit_name(number)}", commit.to_json())
+        if not first:
+            there = Commit.read(self.store / COMMITS / commit_name(number))
+            if there.folder != name:  # another writer's values count, and these are nobody's
+                shutil.rmtree(self.store / SEGMENTS / name, ignore_errors=True)
 
     def _close(self, name: str) -> Written:
         file = self._files.pop(name)
@@ -300,6 +304,35 @@ class _Segment:
         return _EnoughRoom(self.store)
 
 
+def fill_segment(
+    folder: Path,
+    about: About,
+    shard: Shard,
+    rows: Sequence[Row],
+    parts: Iterable[Mapping[str, Tensor]],
+) -> None:
+    """Make and commit a segment of values that are there already, at every position.
+
+    Args:
+        folder: of the store.
+        about: what the store is of.
+        shard: its texts.
+        rows: their rows.
+        parts: the vectors of some rows after the other, by site.
+    """
+    segment = _Segment(folder, about, shard, rows, [range(len(row.tokens)) for row in rows])
+    try:
+        segment.begin()
+        for part in parts:
+            for name, values in part.items():
+                segment.count(name, values)
+            segment.write(part)
+        segment.commit()
+    except BaseException:
+        segment.discard()
+        raise
+
+
 class _EnoughRoom:
     """Says of a full disk what to do."""
 
@@ -335,6 +368,22 @@ def _move(unfinished: Path, folder: Path, files: dict[str, Written]) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def own_folder(store: Path) -> Path:
+    """Where this process may write what is not finished; a name of its own each time."""
+    owner = f"{socket.gethostname()}~{os.getpid()}~{secrets.token_hex(6)}"
+    return store / UNFINISHED / owner
+
+
+def record(store: Path, name: str, content: str) -> bool:
+    """Put a record in its place if none is there: whole, and with nothing beside it even if this process is killed."""
+    folder = own_folder(store)
+    folder.mkdir(parents=True)
+    try:
+        return create_whole(store / name, content, by_way_of=folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep_unfinished(folder: Path) -> None:
     """Remove what writers left that are no more."""
     for left in (folder / UNFINISHED).glob("*~*~*"):
@@ -353,55 +402,3 @@ def _lives(pid: str) -> bool:
     except PermissionError:
         return True
     return True
-
-
-class _InOrder:
-    """A thread that does things in the order in which they are given; after one has failed, none."""
-
-    def __init__(self) -> None:
-        self._todo: Queue[tuple[Callable[[], Any], ...] | None] = Queue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="interpose-store", daemon=True)
-        self._thread.start()
-
-    def do(
-        self,
-        work: Callable[[], Any],
-        *,
-        otherwise: Callable[[], Any],
-        finally_: Callable[[], Any] = int,
-    ) -> None:
-        """Give it something to do, and what to do if that or anything before it failed."""
-        self._todo.put((work, otherwise, finally_))
-
-    def check(self) -> None:
-        """Raise what went wrong there, if anything did."""
-        if self._error is not None:
-            raise self._error
-
-    def wait(self) -> None:
-        """Until all is done."""
-        self._todo.join()
-        self.check()
-
-    def end(self, *, wait: bool) -> None:
-        """Do no more than what was given; or, without waiting, than what has begun."""
-        if not wait and self._error is None:
-            self._error = FileError("the harvest was ended.")
-        self._todo.put(None)
-        self._thread.join()
-        if wait:
-            self.check()
-
-    def _work(self) -> None:
-        while (given := self._todo.get()) is not None:
-            work, otherwise, finally_ = given
-            try:
-                otherwise() if self._error is not None else work()
-            except BaseException as error:
-                self._error = error
-                with suppress(OSError):
-                    otherwise()
-            finally:
-                finally_()
-                self._todo.task_done()

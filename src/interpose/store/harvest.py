@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ import torch
 import interpose
 from interpose.edits.edit import Edit
 from interpose.edits.saving import save_edits
-from interpose.engine.hooks import Engine, Hook, all_hooks
+from interpose.engine.hooks import Detector, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
-from interpose.files.reading import read_bytes
-from interpose.files.writing import create_whole
-from interpose.jobs.job import Worker, run
+from interpose.jobs.job import Worker, gpus_of, live_hooks, must_be_engine, must_travel, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
 from interpose.models.transformer import TransformerModel
@@ -27,7 +25,9 @@ from interpose.progress import Progress, ShowProgress
 from interpose.render.text import human_bytes
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
-from interpose.store.filling import SegmentMaker, sweep_unfinished
+from interpose.store.filling import SegmentMaker, record, sweep_unfinished
+from interpose.store.needs import Expected, Left
+from interpose.store.pools import must_be_part
 from interpose.store.records import (
     ABOUT,
     COMMITS,
@@ -40,11 +40,10 @@ from interpose.store.records import (
     TextsAbout,
     commit_name,
 )
-from interpose.store.rows import row_length, texts_of, tokens_a_text
+from interpose.store.rows import row_length, texts_of
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
-from interpose.taps.context import current
 
 SEGMENT = 2**28
 """How many bytes a segment has, about, all sites together."""
@@ -100,24 +99,65 @@ def harvest(
         workers: how many processes hold the model, with ``ray``.
         progress: as in `sweep`; it counts tokens.
     """
+    must_be_engine(engine, workers)
+    begun = begin(
+        model,
+        texts,
+        site,
+        store=store,
+        pos=pos,
+        dtype=dtype,
+        hooks=hooks,
+        prepend_bos=prepend_bos,
+        length=length,
+        column=column,
+        batch_tokens=batch_tokens,
+        segment_texts=segment_texts,
+        part=part,
+        engine=engine,
+    )
+    return begun.fill(engine=engine, workers=workers, progress=progress)
+
+
+def begin(
+    model: TransformerModel | str,
+    texts: Any,
+    site: Filter,
+    *,
+    store: str | Path,
+    pos: Any = None,
+    dtype: str | torch.dtype | None = None,
+    hooks: Iterable[Any] = (),
+    prepend_bos: bool | None = None,
+    length: int | None = None,
+    column: str = "text",
+    batch_tokens: int | None = None,
+    segment_texts: int | None = None,
+    part: tuple[int, int] = (0, 1),
+    engine: str = "local",
+) -> Begun:
+    """A store with nothing in it yet, or one that is gone on with: all that `harvest` does before the model runs."""
     name = model if isinstance(model, str) else None
     model = load(model) if isinstance(model, str) else model
-    must_read_text(model)
-    if model.module.training:
-        raise Unsupported(
-            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
-        )
-    live = _live(model, hooks, engine)
-    vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
+    _must_be_ready(model)
+    must_be_part(part)
+    given = all_hooks(hooks, (), ())
+    live = _live(model, given, engine)
+    vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
     folder = Path(store).absolute()
     there = _about_there(folder)
     sites = vectors.described()
+    expected = None
+    if there is None or source.count is not None:  # an iterator goes on where it was
+        expected = Expected.of(
+            model, source, sites, Positions(pos), prepend_bos=prepend_bos, length=length
+        )
     if there is None:
-        tokens = tokens_a_text(model, source, prepend_bos, length)
-        plan = _plan(model, sites, tokens, batch_tokens, segment_texts)
+        assert expected is not None
+        plan = _plan(model, sites, expected.tokens, batch_tokens, segment_texts)
     else:
-        tokens, plan = None, _same_plan(there.plan, batch_tokens, segment_texts)
+        plan = _same_plan(there.plan, batch_tokens, segment_texts)
     edits = [hook for hook in live if isinstance(hook, Edit)]
     about = About(
         model=fingerprint.of_model(model),
@@ -137,13 +177,48 @@ def harvest(
         names={} if (names := model.tree.speller()) is None else dataclasses.asdict(names),
     )
     about = _begin(folder, about, there, edits)
-    if tokens is not None and source.count is not None:
-        _must_have_room(folder, about, tokens * source.count)
+    left = None
+    if expected is not None and source.count is not None:
+        done = open_store(folder).commits
+        left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
+        left.must_fit(folder)
     job = Harvest(folder, about, source, vectors, part=part, name=name)
-    total = None if tokens is None or source.count is None else round(tokens * source.count)
-    with Progress(progress, total, "token") as bar:
-        run(job, engine=engine, workers=workers, step=bar.step)
-    return open_store(folder)
+    return Begun(job, expected, left)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A harvest that can start: the job, what there is of a text, what is left; None where that is not known."""
+
+    job: Harvest
+    expected: Expected | None
+    left: Left | None
+
+    def fill(
+        self, *, engine: str = "local", workers: int | None = None, progress: ShowProgress = True
+    ) -> Store:
+        """Do what is left."""
+        folder = self.job.folder
+        total = None if self.left is None else self.left.tokens
+        if self.job.name is not None and engine != "local":
+            self.job.vectors.model.root.to("cpu")  # workers load their own, and may need the place
+        try:
+            with Progress(progress, total, "token", note=self._note) as bar:
+                run(self.job, engine=engine, workers=workers, step=bar.step)
+        except KeyboardInterrupt as ended:
+            ended.add_note(f"What was committed stays in {str(folder)!r}. {GOES_ON}")
+            raise
+        return open_store(folder)
+
+    def _note(self, tokens: int) -> str:
+        """How many bytes so many tokens are."""
+        if self.expected is None:
+            return ""
+        whole = "" if self.left is None else f" of {human_bytes(self.left.nbytes)}"
+        return human_bytes(tokens * self.expected.nbytes) + whole
+
+
+GOES_ON = "The same ip.harvest(...) goes on from there."
 
 
 class Harvest:
@@ -188,9 +263,53 @@ class Harvest:
         """Whether somebody has committed it by now."""
         return (self.folder / COMMITS / commit_name(shard.number)).exists()
 
+    def said(self, shard: Shard) -> str:
+        """What errors call it."""
+        return (
+            f"segment {shard.number} (texts {shard.first} to {shard.first + len(shard.items) - 1})"
+        )
+
+    def gpus(self) -> int | None:
+        """How many GPUs a worker takes: as the model does here, or one where each loads its own."""
+        return None if self.name else gpus_of(self.vectors.model.root)
+
+    def accept(self, shard: Shard, made: None) -> None:
+        """Nothing: what was made is in the store."""
+
     def worker(self) -> Worker[Shard]:
         """What makes segments, in this process."""
+        if not (self.folder / ABOUT).exists():
+            raise FileError(
+                f"a worker on {socket.gethostname()!r} does not see {str(self.folder)!r}. All machines of a cluster "
+                "need a folder that they share."
+            )
         return SegmentMaker(self.folder, self.about, self.vectors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes are sent: no texts, which come with each shard, and no model that has a name."""
+        state = {**vars(self), "source": None}
+        return {**state, "vectors": None, "given": self.vectors.given} if self.name else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = state.pop("given", None)
+        vars(self).update(state)
+        if self.name:
+            model = load(self.name)
+            if fingerprint.of_model(model) != self.about.model:
+                raise FileError(
+                    f"{self.name!r} is another model on {socket.gethostname()!r} than where the harvest began. Put the "
+                    "same files there, or load the model first and give it instead of its name."
+                )
+            self.vectors = Vectors(model, **given)
+
+
+def _must_be_ready(model: TransformerModel) -> None:
+    """Refuse a model that reads no text, or of which every run is another one."""
+    must_read_text(model)
+    if model.module.training:
+        raise Unsupported(
+            "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
 
 
 def _about_there(folder: Path) -> About | None:
@@ -203,7 +322,7 @@ def _about_there(folder: Path) -> About | None:
                     f"{str(folder)!r} is there and is not a store. Give a new folder, or an empty one."
                 )
         return None
-    return About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+    return About.read(file)
 
 
 def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -> About:
@@ -211,14 +330,14 @@ def _begin(folder: Path, about: About, there: About | None, edits: list[Edit]) -
     try:
         for name in (COMMITS, SEGMENTS, UNFINISHED):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        if there is None and not create_whole(folder / ABOUT, about.to_json()):
+        if there is None and not record(folder, ABOUT, about.to_json()):
             there = _about_there(folder)  # another writer was first
         if there is not None and (why := there.differs(about)) is not None:
             raise FileError(
                 f"{str(folder)!r} is a store of something else: {why}. Give another folder; or the same model, texts "
                 "and arguments, to go on with this one."
             )
-        if edits and not (folder / HOOKS).exists():
+        if edits and not (folder / HOOKS / "edits.json").exists():  # which is written last
             save_edits(folder / HOOKS, edits)
         sweep_unfinished(folder)
     except PermissionError as error:
@@ -236,18 +355,16 @@ def _hash_of(edits: list[Edit]) -> str | None:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _live(model: TransformerModel, hooks: Iterable[Any], engine: str) -> list[Hook]:
-    """Every hook that changes values while the harvest runs, in order."""
-    standing = [handle.hook for handle in model.list_hooks() if handle.hook.enabled]
-    scopes = [one for one in current().scopes if getattr(one, "model", None) is model]
-    around = [binding.hook for scope in scopes for binding in getattr(scope, "bindings", ())]
-    around = [hook for hook in around if not isinstance(hook, Engine) and hook.enabled]
-    if engine != "local" and (standing or around):
-        raise Unsupported(
-            "hooks that are on the model stay in this process, and with engine='ray' others run it. Give them as "
-            "hooks=[...]."
-        )
-    return [*standing, *around, *all_hooks(hooks, (), ())]
+def _live(model: TransformerModel, given: Iterable[Hook], engine: str) -> list[Hook]:
+    """Every hook that changes values while the harvest runs, in order; none that others would not have."""
+    if engine != "local":
+        must_travel(model, "Give them as hooks=[...].")
+        for hook in given:
+            if isinstance(hook, Detector):
+                raise Unsupported(
+                    f"with engine='ray', {hook.label} would keep what it finds in other processes. Look at the store."
+                )
+    return [*live_hooks(model), *given]
 
 
 def _said(hook: Hook) -> str:
@@ -277,18 +394,3 @@ def _same_plan(plan: Plan, batch_tokens: int | None, segment_texts: int | None) 
     """The plan of a store that is there, with what is asked for: if that is another, it is refused."""
     asked = {"batch_tokens": batch_tokens, "texts": segment_texts}
     return dataclasses.replace(plan, **{n: one for n, one in asked.items() if one is not None})
-
-
-def _must_have_room(folder: Path, about: About, tokens: float) -> None:
-    """Refuse what the disk does not hold, before it begins."""
-    share = 1.0 if about.pos is None else 0.0  # of some positions it is not known beforehand
-    done = sum(commit.tokens for commit in open_store(folder).commits.values())
-    needed = max(0.0, tokens - done) * (
-        share * sum(site.nbytes for site in about.sites.values()) + 8
-    )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise FileError(
-            f"about {human_bytes(needed)} are needed for {tokens:,.0f} tokens, and {str(folder)!r} has "
-            f"{human_bytes(free)} left. Fewer sites, positions (pos=) or bits (dtype='bfloat16', 'int8') take less."
-        )

@@ -57,6 +57,8 @@ class PooledBatches(Iterator[ActivationBatch]):
     """Batches of vectors, in an order that the seed decides. `state_dict` says where it is, in JSON's terms.
 
     Attributes:
+        batch_size: how many vectors a batch has; the last of a pool may have fewer.
+        pos: which positions of rows come; None for all.
         left_out: how many vectors were left out so far, since their norm is far from the others'.
     """
 
@@ -74,16 +76,13 @@ class PooledBatches(Iterator[ActivationBatch]):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is at least 1; got {batch_size}.")
-        if not 0 <= part[0] < part[1]:
-            raise ValueError(
-                f"part is a number and how many there are, such as (0, 4); got {part}."
-            )
+        must_be_part(part)
         self._pools = pools
         self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._epochs = epochs
-        self._where = pos
+        self.pos = pos
         self._most_norm = most_norm
         self._part = part
         self.left_out = 0
@@ -132,8 +131,8 @@ class PooledBatches(Iterator[ActivationBatch]):
     def _mixed(self, pool: Pool) -> Tensor:
         """Which of its vectors come, in which order."""
         keep = torch.ones(len(pool.tokens), dtype=torch.bool)
-        if self._where is not None:
-            keep &= _inside(pool.pos, self._where)
+        if self.pos is not None:
+            keep &= _inside(pool.pos, self.pos)
         if self._most_norm is not None:
             for values in pool.values.values():
                 norms = values.flatten(1).float().norm(dim=1)
@@ -175,6 +174,12 @@ def _inside(pos: Tensor, where: slice) -> Tensor:
         raise ValueError(f"pos counts from the front of a row here; got {where}.")
     found = (pos >= start) & ((pos - start) % step == 0)
     return found if stop is None else found & (pos < stop)
+
+
+def must_be_part(part: tuple[int, int]) -> None:
+    """Refuse what is not one of so many parts."""
+    if not 0 <= part[0] < part[1]:
+        raise ValueError(f"part is a number and how many there are, such as (0, 4); got {part}.")
 
 
 def generator(*seeds: int) -> torch.Generator:

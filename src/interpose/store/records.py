@@ -20,14 +20,28 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import torch
 
 from interpose.errors import FileError
-from interpose.files.reading import parse_json
-from interpose.files.schema import ANYTHING, Field, MapOf, Record, kind_of, record_of, shown
+from interpose.files.reading import parse_json, read_bytes
+from interpose.files.schema import (
+    ANYTHING,
+    NULL,
+    Either,
+    Field,
+    ListOf,
+    MapOf,
+    OneOf,
+    Record,
+    Text,
+    Whole,
+    record_of,
+    shown,
+)
 from interpose.names import Speller
 from interpose.store.tensor_files import NAMES, Written
 
@@ -161,6 +175,11 @@ class About:
         return _canonical({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, 1)
 
     @classmethod
+    def read(cls, path: Path) -> Self:
+        """What `to_json` wrote to a file, checked."""
+        return cls.from_json(read_bytes(path).decode("utf-8", "replace"), repr(str(path)))
+
+    @classmethod
     def from_json(cls, text: str, source: str) -> Self:
         """What `to_json` wrote, checked.
 
@@ -177,9 +196,6 @@ class About:
             )
         rest = {name: one for name, one in data.items() if name not in ("format", "version")}
         about = _ABOUT(rest, Field(source))
-        for name, site in about["sites"].items():
-            if site["dtype"] not in DTYPES:
-                raise Field(source).of("sites").of(name).wrong(site["dtype"], "a dtype of torch")
         made = {
             **about,
             "model": ModelAbout(**about["model"]),
@@ -241,6 +257,11 @@ class Commit:
         return _canonical({"commit": json.loads(text), "sha256": _hash(text)}) + "\n"
 
     @classmethod
+    def read(cls, path: Path) -> Self:
+        """What `to_json` wrote to a file, checked."""
+        return cls.from_json(read_bytes(path).decode("utf-8", "replace"), repr(str(path)))
+
+    @classmethod
     def from_json(cls, text: str, source: str) -> Self:
         """What `to_json` wrote, checked.
 
@@ -265,9 +286,46 @@ class Commit:
         return cls(**{**data, "files": files, "texts": tuple(data["texts"])})
 
 
-_ABOUT = record_of(About, names=record_of(Speller), pos=ANYTHING)
-_SEGMENT = record_of(Commit, resume=ANYTHING)
-_COMMIT = Record({"commit": MapOf(ANYTHING), "sha256": kind_of(str)})
+@dataclass(frozen=True, slots=True)
+class _Checksum:
+    """A hash as files have it."""
+
+    what: str = "64 of the signs 0 to 9 and a to f"
+
+    def __call__(self, value: Any, field: Field) -> str:
+        """The same."""
+        if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+            raise field.wrong(value, self.what)
+        return value
+
+
+_COUNT, _SIZE = Whole(0), Whole(1, 2**31)
+_SITE = record_of(
+    StoredSite,
+    shape=ListOf(_SIZE, 8),
+    dtype=OneOf(*DTYPES),
+    made=OneOf(*DTYPES),
+    layer=Either(Whole(0, 2**31), NULL),
+)
+_ABOUT = record_of(
+    About,
+    sites=MapOf(_SITE, Text(1000), 100_000),
+    texts=record_of(TextsAbout, length=_COUNT, count=Either(_COUNT, NULL)),
+    plan=record_of(Plan, texts=_COUNT, window=_COUNT, batch_tokens=_COUNT),
+    names=record_of(Speller),
+    pos=ANYTHING,
+)
+_SEGMENT = record_of(
+    Commit,
+    segment=_COUNT,
+    texts=ListOf(_COUNT, 2, 2),
+    rows=Whole(0, 2**31 - 1),
+    tokens=Whole(0, 2**31 - 1),
+    vectors=Whole(0, 2**31 - 1),
+    files=MapOf(record_of(Written, size=_COUNT, sha256=_Checksum()), Text(300), 100_000),
+    resume=ANYTHING,
+)
+_COMMIT = Record({"commit": MapOf(ANYTHING), "sha256": _Checksum()})
 
 
 def commit_name(segment: int) -> str:

@@ -113,12 +113,20 @@ def row_length(model: TransformerModel, length: int | None) -> int:
     return length
 
 
-def tokens_a_text(
+def first_rows(
     model: TransformerModel, source: Source, prepend_bos: bool | None, length: int | None
-) -> float:
-    """How many tokens a text has, by the first of them."""
+) -> tuple[list[Row], int]:
+    """The rows of the first texts, and how many texts these are: what is known beforehand of all of them."""
     some = source.peek(_SAMPLE)
     if not some:
         raise ValueError("there is no text: give at least one.")
     rows = rows_of(model, some, 0, prepend_bos=prepend_bos, length=row_length(model, length))
-    return sum(len(row.tokens) for row in rows) / len(some)
+    return rows, len(some)
+
+
+def tokens_a_text(
+    model: TransformerModel, source: Source, prepend_bos: bool | None, length: int | None
+) -> float:
+    """How many tokens a text has, by the first of them."""
+    rows, texts = first_rows(model, source, prepend_bos, length)
+    return sum(len(row.tokens) for row in rows) / texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import shutil
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -16,21 +17,24 @@ from torch import Tensor
 from interpose.engine.cache import Cache
 from interpose.errors import FileError, SiteNotFound
 from interpose.explain.words import nearest, some
-from interpose.files.reading import read_bytes
 from interpose.models.transformer import TransformerModel
 from interpose.monitors.statistics import ActivationStatistics, Summary, finished
 from interpose.names import Speller
 from interpose.render.text import human_bytes, table
 from interpose.store import fingerprint
+from interpose.store.info import StoreInfo
 from interpose.store.pools import POOL, PooledBatches
 from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
     ABOUT,
     COMMITS,
+    INDEX,
     SEGMENTS,
+    STATISTICS,
     About,
     Commit,
     StoredSite,
+    commit_name,
     file_name,
 )
 from interpose.store.tensor_files import Mapped
@@ -58,7 +62,7 @@ def open_store(path: str | Path, *, verify: bool = True) -> Store:
         raise FileNotFoundError(
             f"there is no store in {str(path)!r}: it has no {ABOUT}. ip.harvest(..., store=...) makes one."
         )
-    about = About.from_json(read_bytes(file).decode("utf-8", "replace"), repr(str(file)))
+    about = About.read(file)
     return Store(folder, about, verify=verify)
 
 
@@ -84,12 +88,21 @@ class Store(Sequence[Cache]):
         for file in sorted((self.path / COMMITS).glob("*.json")):
             if file.name.startswith("."):
                 continue
-            text = read_bytes(file).decode("utf-8", "replace")
-            commit = Commit.from_json(text, repr(str(file)))
+            commit = Commit.read(file)
+            if file.name != commit_name(commit.segment):
+                raise FileError(f"{str(file)!r} is the record of segment {commit.segment}.")
+            if missing := {INDEX, STATISTICS, *map(file_name, self.sites)} - set(commit.files):
+                raise FileError(f"{str(file)!r} has no file {min(missing)!r}.")
             before = known.get(commit.segment)
             if before is None or before.commit != commit:
                 folder = self.path / SEGMENTS / commit.folder
-                before = Segment(commit=commit, folder=folder, verify=self._verify, _mapped={})
+                before = Segment(
+                    commit=commit,
+                    folder=folder,
+                    sites=self.sites,
+                    verify=self._verify,
+                    _mapped={},
+                )
             found.append(before)
         self.segments = found
         self._rows = [0, *accumulate(segment.commit.rows for segment in found)]
@@ -159,12 +172,22 @@ class Store(Sequence[Cache]):
         return self.about.speller
 
     def _named(self, site: Any) -> list[str]:
+        """The canonical names of sites: by any names, by kinds such as ``resid_post``, by globs; None for all."""
         if site is None:
             return list(self.sites)
         several = isinstance(site, (list, set)) or (
             isinstance(site, tuple) and all(isinstance(one, (str, tuple)) for one in site)
         )
-        return [self.site(one) for one in site] if several else [self.site(site)]
+        found = [name for one in (site if several else [site]) for name in self._meant(one)]
+        return list(dict.fromkeys(found))
+
+    def _meant(self, asked: Any) -> list[str]:
+        found = [
+            name
+            for name, site in self.sites.items()
+            if isinstance(asked, str) and (site.kind == asked or fnmatchcase(name, asked))
+        ]
+        return found or [self.site(asked)]
 
     @property
     def hooks(self) -> tuple[str, ...]:
@@ -181,6 +204,11 @@ class Store(Sequence[Cache]):
         Args:
             model: of transformers.
         """
+        if not self.about.model.weights:
+            raise FileError(
+                f"{str(self.path)!r} was imported without its model, so it may be of another. Import it "
+                "again, with model=."
+            )
         if (why := fingerprint.differs(model, self.about.model)) is not None:
             raise FileError(
                 f"{str(self.path)!r} is a store of another model: {why}. Give the model that it was harvested from, or "
@@ -317,6 +345,19 @@ class Store(Sequence[Cache]):
             part=part,
         )
 
+    def export(self, folder: str | Path, *, format: str, site: Any = None) -> Path:  # noqa: A002
+        """Write it for other programs, to a new folder.
+
+        Args:
+            folder: a new one.
+            format: ``npy`` (an array for each site), ``parquet`` (tables of rows, places of vectors and statistics,
+                without values), or ``dataset`` (of Hugging Face, a row for each row).
+            site: which sites; None for all.
+        """
+        from interpose.store.foreign.exporting import export_store
+
+        return export_store(self, folder, format, self._named(site))
+
     # Whether it is whole.
 
     def damaged(self) -> dict[str, str]:
@@ -348,11 +389,23 @@ class Store(Sequence[Cache]):
         self.refresh()
         return gone
 
+    def info(self) -> StoreInfo:
+        """What it holds, and what it was made of: model, texts, hooks, versions."""
+        counts = {
+            "rows": len(self),
+            "tokens": self.tokens,
+            "vectors": self.vectors,
+            "nbytes": self.nbytes,
+            "segments": len(self.segments),
+            "complete": self.complete,
+        }
+        return StoreInfo.of(str(self.path), self.about, counts)
+
     def __repr__(self) -> str:
         state = "complete" if self.complete else "not complete"
         title = (
             f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
-            f"{self.about.model.name or self.about.model.kind} in {self.path.name!r}"
+            f"{self.about.model.name or self.about.model.kind or 'a model without a name'} in {self.path.name!r}"
         )
         return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
 

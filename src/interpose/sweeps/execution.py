@@ -303,27 +303,18 @@ def _furthest(idle: Sequence[Tensor]) -> Tensor:
 
 def _blurred(task: Task, base: Reference, ends: Sequence[_End], first: int, grain: float) -> Tensor:
     """How far each metric moves when both runs round otherwise, [precision, metric, draw, example]."""
-    generator = torch.Generator(base.logits.device).manual_seed(0)
     layers = len(task.tower.blocks)
+    rounding = noise.Rounding(
+        model=task.model, layers=layers, grain=grain, device=base.logits.device, first=first
+    )
     together = 1 if task.tally.plan == "one per cell" else _most_rows(task, base, 0) // base.batch
     found = []
     for end in ends:
-        draws = range(noise.DRAWS // len(ends))
-        for some in _chunks(draws, max(1, together)):
-            logits = noise.blurred_logits(
-                task.model,
-                layers,
-                end.inputs,
-                base.kept,
-                times=len(some),
-                first=first,
-                grain=grain,
-                generator=generator,
-            )
-            task.tally.add(1, len(some) * base.batch * base.length * layers)
-            # Two runs are compared, each with logits that are rounded.
-            again = end.read(logits, lambda part: noise.blurred(part, 2 * grain, generator))
-            found.append(again - end.metrics)
+        for logits in rounding.runs(
+            end.inputs, base.kept, draws=noise.DRAWS // len(ends), together=together
+        ):
+            found.append(end.read(logits, rounding.last) - end.metrics)
+            task.tally.add(1, found[-1].shape[2] * base.batch * base.length * layers)
     return torch.cat(found, dim=2)
 
 

@@ -7,8 +7,9 @@ rounding may make them, at random, and at the end the logits are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,37 +46,63 @@ def blurred(value: Tensor, grain: float, generator: torch.Generator) -> Tensor:
     return (value.float() * (1 + grain * (part - 0.5))).to(value.dtype)
 
 
-def blurred_logits(
-    model: TransformerModel,
-    layers: int,
-    inputs: Mapping[str, Tensor],
-    kept: Kept | None,
-    *,
-    times: int,
-    first: int,
-    grain: float,
-    generator: torch.Generator,
-) -> Tensor:
-    """The logits [draw and example, kept, d_vocab] of runs in which the stream is blurred before every block.
+@dataclass(slots=True, kw_only=True)
+class Rounding:
+    """Runs that differ from one as it is in how they round, at random; always the same draws.
 
-    Args:
+    Attributes:
         model: the model, in eval mode.
         layers: how many blocks it has.
-        inputs: what the module takes, each [example, pos].
-        kept: which positions' logits are wanted; None for all.
-        times: how many draws, which run together.
+        grain: how far its numbers are off, as a share of each.
+        device: where its numbers are.
         first: the position from which on the stream is blurred.
-        grain: by how much, as a share of each number.
-        generator: what draws.
+        hooks: what else is live in the runs.
     """
 
-    def blur(value: Tensor, hook: HookPoint) -> Tensor:  # noqa: ARG001
-        value[:, first:] = blurred(value[:, first:], grain, generator)
-        return value
+    model: TransformerModel
+    layers: int
+    grain: float
+    device: torch.device
+    first: int = 0
+    hooks: Sequence[Any] = ()
+    generator: torch.Generator = field(init=False)
 
-    sites = [f"blocks.{layer}.hook_resid_pre" for layer in range(layers)]
-    given = {name: value.repeat(times, 1) for name, value in inputs.items()}
-    with model.hooks(fwd_hooks=[(site, blur) for site in sites]):
-        output = model.module(**given, **wanted_logits(model, kept), **no_cache(model))
-    logits = first_tensor(output)
-    return logits if kept is None else kept.taken(logits)
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def runs(
+        self, inputs: Mapping[str, Tensor], kept: Kept | None, *, draws: int, together: int
+    ) -> Iterator[Tensor]:
+        """The logits [draw and example, kept, d_vocab] of passes in which the stream is blurred before every block.
+
+        Args:
+            inputs: what the module takes, each [example, pos].
+            kept: which positions' logits are wanted; None for all.
+            draws: how many.
+            together: how many run in a pass, at most.
+        """
+
+        def blur(value: Tensor, hook: HookPoint) -> Tensor:  # noqa: ARG001
+            value[:, self.first :] = blurred(value[:, self.first :], self.grain, self.generator)
+            return value
+
+        blurs = [(f"blocks.{layer}.hook_resid_pre", blur) for layer in range(self.layers)]
+        for at in range(0, draws, max(1, together)):
+            times = min(max(1, together), draws - at)
+            given = {name: value.repeat(times, 1) for name, value in inputs.items()}
+            with self.model.hooks(self.hooks, fwd_hooks=blurs):
+                output = self.model.module(
+                    **given, **wanted_logits(self.model, kept), **no_cache(self.model)
+                )
+            logits = first_tensor(output)
+            yield logits if kept is None else kept.taken(logits)
+
+    def last(self, logits: Tensor) -> Tensor:
+        """Logits that are off as well: two runs are compared, each with logits that are rounded."""
+        return blurred(logits, 2 * self.grain, self.generator)
+
+
+def floor(noise: Tensor) -> float:
+    """How far a mean over examples moved in the draw where it went furthest, of [draw, example]; 0 without draws."""
+    moved = noise.mean(-1).abs().nan_to_num(0.0, torch.inf)
+    return float(moved.max()) if len(moved) else 0.0

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from interpose.engine.cache import Cache
-from interpose.engine.hook_calls import call_hook
-from interpose.engine.hooks import Hook, TorchHook, as_hook, skip
-from interpose.engine.points import HookPoint
 from interpose.errors import Cancelled, Unsupported
 from interpose.models.running.masks import remember
 from interpose.progress import Progress, ShowProgress
-from interpose.sites.tree import Site
-from interpose.sweeps import prompts
-from interpose.sweeps.answers import Kept
+from interpose.sweeps import noise, prompts
+from interpose.sweeps.answers import Kept, only, others_look
 from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
-from interpose.sweeps.metrics import Examples, Metric, as_metric
+from interpose.sweeps.metrics import Examples, Measure, Metric, as_metric, function
+from interpose.sweeps.narrowing import Filled, Looks, looked_at
+from interpose.sweeps.placed import Placed, SiteAct, acts_of, by_itself
 from interpose.sweeps.planning import Sizes, Tally
-from interpose.sweeps.proof import prove, tower_of
+from interpose.sweeps.proof import others_listen, prove, tower_of
 from interpose.sweeps.reference import refer, wanted_logits
-from interpose.sweeps.wavefront import Reader, Reads, run_rows
+from interpose.sweeps.wavefront import Ran, Reader, Reads, run_rows
 
 if TYPE_CHECKING:
     from interpose.models.transformer import TransformerModel
+
+_FEW = 8  # of fewer variants it is not asked what a function looks at, which takes two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class VariantRun(NamedTuple):
     """What one variant gave.
 
     ``number`` is its place among the variants (-1: the run as it is), ``logits`` [example, kept, d_vocab] are those
-    that the metric looks at, or all (none with ``return_type=None``); ``cache`` has what ``names_filter`` asked for,
-    and ``measured`` is the metric [example], empty without one.
+    that a metric of `ip.metrics` looks at, or all (none with ``return_type=None``); ``cache`` has what
+    ``names_filter`` asked for, and ``measured`` is the metric [example], empty without one.
     """
 
     number: int
@@ -99,7 +99,8 @@ def run_variants(
         variants: how the runs differ.
         metric: one of `ip.metrics`, or a function of logits that gives a number for each example.
         names_filter: sites whose values are kept of each variant, as in ``run_with_cache``.
-        return_type: None if only these are wanted: runs end after the last of them.
+        return_type: None if no logits are wanted. With a metric, no more of them are computed than it looks at, of a
+            function too; without one, runs end after the last of the sites.
         hooks: changes that all runs have, the one as it is too. Functions get the rows of one variant at a time.
         clean_logits: what metrics that compare with a run compare with (`ip.metrics.kl`); by default the run as it is.
         prepend_bos: as in ``to_tokens``, for texts.
@@ -131,7 +132,7 @@ def run_variants(
         variants,
         metric=metric,
         names_filter=names_filter,
-        stop=return_type is None,
+        shows=return_type is not None,
         hooks=hooks,
         clean_logits=clean_logits,
         max_rows=max_rows,
@@ -147,6 +148,7 @@ class VariantRuns:
     Attributes:
         base: the run as it is.
         layers: how many blocks the model has.
+        grain: in 16 bits, how far apart the numbers are that the model computes with, as a share of them; else None.
         tally: what was computed until now; it prints as the plan.
     """
 
@@ -158,7 +160,7 @@ class VariantRuns:
         *,
         metric: Any = None,
         names_filter: Any = (),
-        stop: bool = False,
+        shows: bool = True,
         hooks: Sequence[Any] = (),
         clean_logits: Tensor | None = None,
         max_rows: int | None = None,
@@ -172,24 +174,34 @@ class VariantRuns:
         self.batch, self.length = next(iter(inputs.values())).shape[:2]
         self.max_rows, self.progress = max_rows, progress
         self.sites = [site for site, _ in model.select(names_filter)] if names_filter != () else []
-        self.stop = stop
-        if stop and (metric is not None or not self.sites):
-            raise ValueError("return_type=None goes with names_filter=..., and without a metric.")
+        self.shows, self.stop = shows, metric is None and not shows
+        if self.stop and not self.sites:
+            raise ValueError(
+                "nothing is wanted: return_type=None goes with names_filter=..., with metric=..., or with both."
+            )
         self.metric = None if metric is None else as_metric(metric)
-        self.kept = Kept.last(self.metric.keep if self.metric else 1 if stop else None)
+        self.kept = Kept.last(self.metric.keep if self.metric else 1 if self.stop else None)
         self.tower = tower_of(model)
         self.layers = len(self.tower.blocks) if self.tower else model.cfg.n_layers or 1
         self._hooks = list(hooks)
-        shared = [act for item in hooks for act in _acts(model, item)]
-        self._placed = [self._place(variant, shared) for variant in variants]
-        plan, why = plan_of(model, self._placed, "auto", prove(model))
+        shared = [act for item in hooks for act in acts_of(model, item)]
+        own = list(map(self._acts_of, self.variants))
+        firsts = [min((act.layer for act in acts), default=self.layers - 1) for acts in own]
+        cells = [Placed.of(*pair) for pair in zip(firsts, own)]
+        plan, why = by_itself([shared, *own]) or plan_of(model, cells, "auto", prove(model))
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")
         self.tally = Tally(plan=plan, why=why)
-        self.tally.one_per_cell = sum(map(len, map(self._examples, self.variants))) * (
+        self.tally.one_per_cell = sum(map(len, map(self._examples, range(len(self))))) * (
             self.length * self.layers
         )
+        # Behind the variants stand those that change nothing, and begin at each layer.
+        own, firsts = [*own, *[[]] * self.layers], [*firsts, *range(self.layers)]
+        earlier = plan != "wavefront"
+        self._placed = [Placed.of(*pair, shared, earlier=earlier) for pair in zip(firsts, own)]
+        self._looks: Looks | None = None
+        self._idle: list[Tensor] = []
         with torch.no_grad():
             self._begin(numbers, total, clean_logits)
 
@@ -210,26 +222,58 @@ class VariantRuns:
             raise ValueError("there is no metric: give metric=... to run_variants.")
         found = self.base.measured.new_full((len(self), self.batch), torch.nan)
         try:
-            for run in self:
-                found[run.number, self._examples(self.variants[run.number])] = run.measured
+            for run in self._all(shows=False):
+                found[run.number, self._examples(run.number)] = run.measured
         except Cancelled as error:
             error.result = found.cpu()
             raise
         return found.cpu()
 
     @torch.no_grad()
+    def noise(self) -> Tensor:
+        """In 16 bits, how far rounding alone moves the metric, [draw, example]; no draws in 32 bits.
+
+        The first is of variants that change nothing and ran beside the others until now: the one that moved furthest.
+        The others are the run as it is with numbers that are off by as much as one rounding may make them.
+        """
+        unchanged = self.base.measured
+        if self.grain is None or self.tower is None:  # nor is there any without a metric
+            return torch.zeros(0, self.batch, device="cpu")
+        rounding = noise.Rounding(
+            model=self.model,
+            layers=self.layers,
+            grain=self.grain,
+            device=unchanged.device,
+            hooks=self._hooks,
+        )
+        alone = self._hooks or self.tally.plan == "one per cell"  # hooks may be of so many rows
+        together = 1 if alone else self._most_rows // self.batch
+        still = [torch.zeros_like(unchanged), *self._idle]
+        found = [max(still, key=lambda moved: float(moved.mean().abs().nan_to_num()))]
+        for logits in rounding.runs(self.inputs, self.kept, draws=noise.DRAWS, together=together):
+            of = [range(self.batch)] * (len(logits) // self.batch)
+            again = self._measured(self._measure, rounding.last(logits), of)
+            found += [one - unchanged for one in again]
+            self.tally.add(1, len(logits) * self.length * self.layers)
+        return torch.stack(found).cpu()
+
     def __iter__(self) -> Iterator[VariantRun]:
+        return self._all(shows=self.shows)
+
+    # Running.
+
+    @torch.no_grad()
+    def _all(self, *, shows: bool) -> Iterator[VariantRun]:
         order = sorted(
             range(len(self)), key=lambda n: (self._placed[n].layer, self._placed[n].sites)
         )
         together = self.tally.plan != "one per cell"
-        with _opened(self.progress, sum(len(self._examples(one)) for one in self.variants)) as bar:
+        self._looks = None if shows else self._looked_at(order)
+        with _opened(self.progress, sum(map(len, map(self._examples, order)))) as bar:
             for some in self._passes(order) if together else ([number] for number in order):
                 for run in self._together(some) if together else [self._alone(some[0])]:
-                    yield run
-                    bar.step(len(self._examples(self.variants[run.number])))
-
-    # Running.
+                    yield run if shows else run._replace(logits=run.logits.new_empty(0, 0, 0))
+                    bar.step(len(self._examples(run.number)))
 
     def _begin(
         self, numbers: Sequence[int] | None, total: int | None, clean: Tensor | None
@@ -252,9 +296,11 @@ class VariantRuns:
             placed = self._placed
             self._change = acted(lambda number, site: placed[number].acts[site], self.inputs)
         self.tally.add(1, self.batch * self.length * self.layers)
-        self._measure = None
+        self._asked = self._measure = None
+        self.grain: float | None = None
         if self.metric is not None:
-            examples = Examples(
+            self.grain = noise.grain(self.model, logits)
+            self._asked = Examples(
                 model=self.model,
                 tokens=self.inputs["input_ids"],
                 numbers=range(self.batch) if numbers is None else numbers,
@@ -262,21 +308,17 @@ class VariantRuns:
                 clean=logits if clean is None else clean,
                 mask=self.inputs.get("attention_mask"),
             )
-            self._measure = self.metric.bind(examples)
-        measured = self._measured(logits, [range(self.batch)])
+            self._measure = self.metric.bind(self._asked)
+        measured = self._measured(self._measure, logits, [range(self.batch)])
         self.base = VariantRun(-1, logits, cache, *measured)
 
     def _passes(self, order: Sequence[int]) -> Iterator[list[int]]:
         """Variants that run together, in order: as many as their rows fit."""
-        most = self.max_rows
-        if most is None:
-            logits = 0 if self.stop else self._reference.logits[0].numel()
-            sizes = Sizes.of(self.model)
-            most = sizes.most_rows(positions=self.length, length=self.length, logits=logits)
+        most = self._most_rows - self.batch * self._idles
         some: list[int] = []
         rows = 0
         for number in order:
-            more = len(self._examples(self.variants[number]))
+            more = len(self._examples(number))
             if some and rows + more > most:
                 yield some
                 some, rows = [], 0
@@ -285,38 +327,94 @@ class VariantRuns:
         if some:
             yield some
 
-    def _together(self, some: Sequence[int]) -> Iterator[VariantRun]:
-        """Variants as rows of one pass."""
+    @property
+    def _idles(self) -> bool:
+        """Whether a variant that changes nothing runs beside the others, to see what running together does."""
+        return self.grain is not None and self._most_rows >= 2 * self.batch
+
+    @property
+    def _most_rows(self) -> int:
+        """How many rows run together, at most."""
+        if self.max_rows is not None:
+            return self.max_rows
+        logits = 0 if self.stop else self.base.logits[0].numel()
+        if self._looks is not None:
+            logits //= self.length // len(self._looks.positions)
+        sizes = Sizes.of(self.model)
+        return sizes.most_rows(positions=self.length, length=self.length, logits=logits)
+
+    def _looked_at(self, order: Sequence[int]) -> Looks | None:
+        """What a function looks at in the run as it is and in two variants; None where all logits are computed."""
+        sites = {site for placed in self._placed for site in placed.acts}
+        sites |= {site.canonical for site in self.sites}
+        if not isinstance(self.metric, function) or not self.metric.is_open or len(order) < _FEW:
+            return None
+        if self.tally.plan == "one per cell" or others_listen(self.model):
+            return None
+        if others_look(self.model, sites):
+            return None
+        tried = [order[len(order) // 2], order[-1]]
+        of = [len(self._examples(number)) for number in tried]
+        logits = self._rows(tried, None).logits
+        found = looked_at(self.metric.of, [self.base.logits, *logits.split(of)])
+        if found is not None and (prove(self.model).answers or logits.dtype.itemsize == 2):
+            return Looks(found.positions, None)
+        return found
+
+    def _rows(self, some: Sequence[int], looks: Looks | None) -> Ran:
+        """Variants as rows of one pass, of whose logits only those are computed that are looked at."""
         assert self.tower is not None
-        of = [self._examples(self.variants[number]) for number in some]
-        ran = run_rows(
-            self.model,
-            self.tower,
-            self._reference,
-            self._placed,
-            [Row(number, one) for number, examples in zip(some, of) for one in examples],
-            self._change,
-            self.kept,
-            start=0 if self.tally.plan == "wavefront" else None,
-            reads=self._reads,
-        )
+        picked = looks is not None and not prove(self.model).answers
+        kept = self.kept if looks is None else Kept(looks.positions, picked)
+        with only(self.model, looks.columns if looks else None, kept=kept if looks else None):
+            ran = run_rows(
+                self.model,
+                self.tower,
+                self._reference,
+                self._placed,
+                [Row(number, example) for number in some for example in self._examples(number)],
+                self._change,
+                kept,
+                start=0 if self.tally.plan == "wavefront" else None,
+                reads=self._reads,
+            )
         self.tally.add(1, ran.token_layers)
+        return ran
+
+    def _together(self, some: Sequence[int]) -> Iterator[VariantRun]:
+        """Variants of one pass."""
+        if self._idles:
+            some = [*some, len(self) + max(0, self._placed[some[0]].layer)]
+        of = list(map(self._examples, some))
+        ran, measure = self._rows(some, self._looks), self._measure
+        if self._looks is not None:
+            assert self.metric is not None
+            assert self._asked is not None
+            filled = Filled(self._looks, *self.base.logits.shape[1:])
+            measure = self.metric.bind(replace(self._asked, filled=filled))
+        measured = self._measured(measure, ran.logits, of)
+        if self._looks is not None and bool(torch.cat(measured).isnan().any()):
+            self._looks = None  # in some row the function looks elsewhere
+            ran = self._rows(some, None)
+            measured = self._measured(self._measure, ran.logits, of)
         sizes = [len(examples) for examples in of]
         logits = [ran.logits] * len(of) if self.stop else ran.logits.split(sizes)
         values = {site: value.split(sizes) for site, value in ran.values.items()}
-        measured = self._measured(ran.logits, of)
         for place, number in enumerate(some):
+            if number >= len(self):
+                self._idle.append(measured[place] - self.base.measured)
+                return
             own = self._cache({site: parts[place] for site, parts in values.items()})
             yield VariantRun(number, logits[place], own, measured[place])
 
     def _alone(self, number: int) -> VariantRun:
         """One variant, by itself."""
         variant = self.variants[number]
-        examples = self._examples(variant)
+        examples = self._examples(number)
         given = {name: value[examples] for name, value in self.inputs.items()}
         logits, cache = self._whole(given, [*self._hooks, *variant.changes])
         self.tally.add(1, len(examples) * self.length * self.layers)
-        return VariantRun(number, logits, cache, *self._measured(logits, [examples]))
+        return VariantRun(number, logits, cache, *self._measured(self._measure, logits, [examples]))
 
     def _whole(self, given: Mapping[str, Tensor], hooks: list[Any]) -> tuple[Tensor, Cache]:
         """The logits of a run by itself, and the values asked for."""
@@ -342,72 +440,27 @@ class VariantRuns:
         values = {site.name: found[site.canonical] for site in self.sites}
         return Cache(values, aliases=aliases, spelling=self.model.tree.spelling)
 
-    def _measured(self, logits: Tensor, of: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _measured(
+        self, measure: Measure | None, logits: Tensor, of: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
         """The metric of variants, each of some examples, whose logits stand one after another."""
-        if self._measure is None or self.metric is None:
+        if measure is None or self.metric is None:
             return [torch.empty(0)] * len(of)
         sizes = [len(examples) for examples in of]
         rows = [torch.tensor(list(examples), device=logits.device) for examples in of]
         if self.metric.by_batch:
-            return [self._measure(*pair) for pair in zip(logits.split(sizes), rows)]
-        return list(self._measure(logits, torch.cat(rows)).split(sizes))
+            return [measure(*pair) for pair in zip(logits.split(sizes), rows)]
+        return list(measure(logits, torch.cat(rows)).split(sizes))
 
-    def _place(self, variant: Variant, shared: Sequence[_Act]) -> _Placed:
+    def _acts_of(self, variant: Variant) -> list[SiteAct]:
         if variant.example is not None and not 0 <= variant.example < self.batch:
             raise IndexError(f"a variant is of example {variant.example}, and {self.batch} run.")
-        own = [act for item in variant.changes for act in _acts(self.model, item)]
-        layer = min((act.layer for act in own), default=self.layers - 1)
-        acts: dict[str, list[_Act]] = {}
-        for act in (*shared, *own):
-            # What all runs have in earlier blocks is in the stream that a row begins with.
-            if act.layer < 0 or act.layer >= layer:
-                acts.setdefault(act.site.canonical, []).append(act)
-        return _Placed(layer, acts)
+        return [act for item in variant.changes for act in acts_of(self.model, item)]
 
-    def _examples(self, variant: Variant) -> Sequence[int]:
-        return range(self.batch) if variant.example is None else [variant.example]
-
-
-# Variants whose sites are known.
-
-
-@dataclass(frozen=True, slots=True)
-class _Act:
-    """What is done at a site."""
-
-    hook: Hook
-    site: Site
-
-    @property
-    def layer(self) -> int:
-        return -1 if self.site.layer is None else self.site.layer
-
-    def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
-        hook.name, hook.part = self.site.name, self.site.part
-        made: Tensor | None = call_hook(self.hook, self.hook.on_value, value, hook)
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A variant whose sites are known: the first block it changes, and what it does by site."""
-
-    layer: int
-    acts: dict[str, list[_Act]]
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        return tuple(self.acts)
-
-
-def _acts(model: TransformerModel, item: Any) -> list[_Act]:
-    hook = as_hook(item)
-    if isinstance(hook, (skip, TorchHook)) or "fwd" not in hook.directions():
-        raise TypeError(
-            f"a variant changes values: give edits, or pairs (site, function); got {hook!r}."
-        )
-    wanted: Any = vars(hook).get("site")
-    return [_Act(hook, site) for site, _ in model.select(wanted)] if hook.enabled else []
+    def _examples(self, number: int) -> Sequence[int]:
+        """Those of a variant; all of one that changes nothing."""
+        one = self.variants[number].example if number < len(self) else None
+        return range(self.batch) if one is None else [one]
 
 
 def _opened(progress: ShowProgress | Progress, total: int) -> AbstractContextManager[Progress]:

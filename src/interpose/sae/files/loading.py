@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from interpose.errors import FileError
+from interpose.files.reading import regular_file
+from interpose.models.loading import POCKET
 from interpose.sae.files import foreign
 from interpose.sae.files.saelens import CONFIG, WEIGHTS, read_saelens
 from interpose.sae.sae import SAE
@@ -27,13 +29,14 @@ def load_sae(
     crosscoders, Llama Scope and Qwen Scope. It comes in eval mode, as it is in the file.
 
     Args:
-        path: the folder, or the file of weights itself.
+        path: the folder, or the file of weights itself; or ``pocket``, the autoencoder of the pocket model that comes
+            with interpose.
         device: where to put it.
         dtype: of its weights; by default that of the file.
         k: how many latents fire, where the file does not say so.
         pickles: whether to read ``.pt`` files that hold more than tensors: such a file can run any program.
     """
-    there = Path(path)
+    there = POCKET / "sae" if path == "pocket" else Path(path)
     if not there.exists():
         raise FileNotFoundError(
             f"there is no folder {str(path)!r}. Nothing is downloaded here: get it with huggingface_hub's "
@@ -59,6 +62,8 @@ def _read(there: Path, source: str, k: int | None, *, pickles: bool) -> SAE:
         if ".sae." in there.name:
             return foreign.read_qwen_scope(there, source, k=k, pickles=pickles)
         raise FileError(f"{source} has no name that is known of autoencoders. {_KNOWN}")
+    if not there.is_dir():
+        regular_file(there)  # which says what it is
     has = {one.name for one in there.iterdir()}
     if {CONFIG, WEIGHTS} <= has:
         return read_saelens(there)

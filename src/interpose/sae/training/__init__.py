@@ -1,0 +1,1 @@
+"""Training of sparse autoencoders on vectors of a store, a live model, or anything that gives them."""

@@ -1,0 +1,1 @@
+"""Stores of activations and other tools: what they wrote, read; and what they read, written."""
