@@ -1,4 +1,4 @@
-"""Two sentences before BERT's head for next sentences; `test_demos.py` has the numbers of TransformerLens."""
+"""Two sentences before BERT's head for next sentences; the demos have the numbers of TransformerLens."""
 
 from __future__ import annotations
 
