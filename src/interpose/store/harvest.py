@@ -39,6 +39,7 @@ from interpose.store.records import (
     TextsAbout,
     commit_name,
 )
+from interpose.store.remote import Remote, local_folder
 from interpose.store.rows import row_length, texts_of
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
@@ -84,7 +85,7 @@ def harvest(
         model: a model of transformers, in eval mode; or what `load` takes.
         texts: a text, several, tokens, a ``.txt`` file (a text a line), a ``.jsonl`` file, a data set, an iterator.
         site: which sites: each has a vector for every token.
-        store: its folder.
+        store: its folder, or a URL that fsspec knows, such as ``s3://bucket/activations``: see docs/store.md.
         pos: which positions of each row: numbers (negative from its end), slices, texts; None for all.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (with a scale for each vector); None as made.
         hooks: hooks and edits that are live meanwhile; the store says which.
@@ -143,7 +144,11 @@ def begin(
     live = _live(model, hooks, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
     source = texts_of(model, texts, column)
-    folder = Path(store).absolute()
+    remote = Remote.of(store)
+    if remote is not None:
+        _must_be_local(engine, remote)
+        remote.pull()
+    folder = local_folder(store) if remote is None else remote.folder
     there = _about_there(folder)
     sites = vectors.described()
     expected = None
@@ -179,8 +184,11 @@ def begin(
     if expected is not None and source.count is not None:
         done = open_store(folder).commits
         left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
-        left.must_fit(folder)
-    job = Harvest(folder, about, source, vectors, part=part, name=name)
+        if remote is None:
+            left.must_fit(folder)
+    if remote is not None:
+        remote.begin(part)
+    job = Harvest(folder, about, source, vectors, part=part, name=name, remote=remote)
     return Begun(job, expected, left)
 
 
@@ -202,9 +210,10 @@ class Begun:
             with Progress(progress, total, "token", note=self._note) as bar:
                 run(self.job, engine=engine, workers=workers, step=bar.step)
         except KeyboardInterrupt as ended:
-            ended.add_note(f"What was committed stays in {str(folder)!r}. {GOES_ON}")
+            where = str(folder) if self.job.remote is None else self.job.remote.url
+            ended.add_note(f"What was committed stays in {where!r}. {GOES_ON}")
             raise
-        return open_store(folder)
+        return open_store(folder if self.job.remote is None else self.job.remote.url)
 
     def _note(self, tokens: int) -> str:
         """How many bytes so many tokens are."""
@@ -227,6 +236,7 @@ class Harvest:
         vectors: what runs the model.
         part: which of how many parts of the work.
         name: what other processes load the model from; by default it is sent to them.
+        remote: where segments go, if that is not here.
     """
 
     def __init__(
@@ -238,7 +248,9 @@ class Harvest:
         *,
         part: tuple[int, int],
         name: str | None,
+        remote: Remote | None = None,
     ) -> None:
+        self.remote = remote
         self.folder = folder
         self.about = about
         self.source = source
@@ -257,11 +269,13 @@ class Harvest:
 
     def is_done(self, shard: Shard) -> bool:
         """Whether somebody has committed it by now."""
-        return (self.folder / COMMITS / commit_name(shard.number)).exists()
+        here = (self.folder / COMMITS / commit_name(shard.number)).exists()
+        return here or (self.remote is not None and self.remote.has(shard.number))
 
     def worker(self) -> Worker[Shard]:
         """What makes segments, in this process."""
-        return SegmentMaker(self.folder, self.about, self.vectors)
+        push = None if self.remote is None else self.remote.push
+        return SegmentMaker(self.folder, self.about, self.vectors, push)
 
 
 def _must_be_ready(model: TransformerModel) -> None:
@@ -270,6 +284,14 @@ def _must_be_ready(model: TransformerModel) -> None:
     if model.module.training:
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
+        )
+
+
+def _must_be_local(engine: str, remote: Remote) -> None:
+    if engine != "local":
+        raise Unsupported(
+            f"with engine={engine!r} workers share a folder, and {remote.url!r} is a URL. Give a folder that all of "
+            "them see; or start processes with part=(0, 4), part=(1, 4) and so on."
         )
 
 
