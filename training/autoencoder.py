@@ -16,7 +16,7 @@ from training.corpus import documents
 
 SITE = ("resid_post", 3)
 NOT_FIRST = slice(1, None)
-LATENTS, K = 768, 16
+LATENTS, K = 768, 12
 
 
 def main() -> None:

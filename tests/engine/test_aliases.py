@@ -6,7 +6,7 @@ tensor, and three times, with other bits, where they are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import interpose as ip
+from tests.devices import no_device_mode
 
 pytestmark = pytest.mark.bits
 
@@ -269,22 +270,13 @@ def test_outputs_that_are_one_tensor_stay_so(x: Tensor) -> None:
     assert torch.equal(got, 5 * (2 * x) + 3 * (2 * x))
 
 
-@pytest.fixture
-def no_device_mode() -> Iterator[None]:
-    """A default device is a mode that sees every call of torch, and turns fused kernels off."""
-    device = torch.get_default_device()
-    torch.set_default_device(None if device.type == "cpu" else device)
-    yield
-    torch.set_default_device(device)
-
-
 PATHS = {
     True: (torch.nn.functional, "_in_projection_packed"),
     False: (torch, "_native_multi_head_attention"),
 }
 
 
-@pytest.mark.usefixtures("no_device_mode")
+@no_device_mode()
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_attention_of_torch_takes_the_path_it_took(
     x: Tensor, grad: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import interpose as ip
 from tests.bounds import assert_near
 from tests.copies import copied, odd_addresses
+from tests.devices import no_device_mode
 from tests.engine import zoo
 from tests.engine.zoo import CASES, DTYPES, Case
 
@@ -39,12 +41,10 @@ def plain_cpu() -> Iterator[None]:
     says which instructions it may use. A default device is a mode that sees every call of torch.
     """
     threads, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
-    device = torch.get_default_device()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch._C._set_mkldnn_enabled(onednn and "ONEDNN_MAX_CPU_ISA" in os.environ)
-    torch.set_default_device(None if device.type == "cpu" else device)
-    yield
-    torch.set_default_device(device)
+    with no_device_mode():
+        yield
     torch._C._set_mkldnn_enabled(onednn)
     torch.set_num_threads(threads)
 
@@ -732,7 +732,8 @@ def test_trap_02_full_backward_hooks_see_no_gradient_of_keyword_arguments(x):
     seen = []
     handle = module.inner.register_full_backward_hook(lambda _, inputs, __: seen.append(inputs))
     scale = torch.randn(4)
-    with pytest.warns(UserWarning, match="no inputs require gradients"):
+    with warnings.catch_warnings():  # as newer versions of torch do: "no inputs require gradients"
+        warnings.simplefilter("ignore", UserWarning)
         loss_of(module(hidden=x, scale=scale)).backward()
     handle.remove()
     assert seen == [()]
@@ -976,6 +977,7 @@ def test_trap_13_an_edit_of_the_wrong_kind_fails_where_it_is(x):
 
 # Compiled code.
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILING = pytest.mark.filterwarnings(
     # Dynamo uses deprecated parts of torch, and looks at .grad of whatever it is given.
     "ignore::DeprecationWarning:torch",
@@ -1040,6 +1042,10 @@ def test_trap_16_hooks_that_were_there_before_compilation_fire(x, compilations):
     handle = model.add_hook("fc1", lambda value, hook: fired.append(1) or value * 2)
     compiled = torch.compile(module, backend=counting(compilations))
     try:
+        if TORCH < (2, 7):  # which would trace into the hook: it says so instead
+            with pytest.raises(ip.Unsupported, match="Do that first"):
+                compiled(x)
+            return
         outputs = [compiled(x) for _ in range(2)]
     finally:
         handle.remove()
@@ -1120,6 +1126,7 @@ def generate(module: nn.Module, **options: Any) -> Tensor:
     )
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="it compiles transformers without their globals")
 @COMPILING
 def test_trap_19_hooks_fire_while_a_compiled_model_generates(compilations):
     module = gpt2()
@@ -1368,6 +1375,7 @@ def test_trap_27_data_parallel_replicas_share_the_hooks_of_the_module(x):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6, on a mesh of CPUs
 def test_trap_28_sharded_values_are_refused(x, one_process):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor

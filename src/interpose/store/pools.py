@@ -57,6 +57,8 @@ class PooledBatches(Iterator[ActivationBatch]):
     """Batches of vectors, in an order that the seed decides. `state_dict` says where it is, in JSON's terms.
 
     Attributes:
+        batch_size: how many vectors a batch has; the last of a pool may have fewer.
+        pos: which positions of rows come; None for all.
         left_out: how many vectors were left out so far, since their norm is far from the others'.
     """
 
@@ -80,7 +82,7 @@ class PooledBatches(Iterator[ActivationBatch]):
         self._shuffle = shuffle
         self._seed = seed
         self._epochs = epochs
-        self._where = pos
+        self.pos = pos
         self._most_norm = most_norm
         self._part = part
         self.left_out = 0
@@ -129,8 +131,8 @@ class PooledBatches(Iterator[ActivationBatch]):
     def _mixed(self, pool: Pool) -> Tensor:
         """Which of its vectors come, in which order."""
         keep = torch.ones(len(pool.tokens), dtype=torch.bool)
-        if self._where is not None:
-            keep &= _inside(pool.pos, self._where)
+        if self.pos is not None:
+            keep &= _inside(pool.pos, self.pos)
         if self._most_norm is not None:
             for values in pool.values.values():
                 norms = values.flatten(1).float().norm(dim=1)

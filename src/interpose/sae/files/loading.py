@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from interpose.errors import FileError
+from interpose.models.loading import POCKET
 from interpose.sae.files import foreign
 from interpose.sae.files.saelens import CONFIG, WEIGHTS, read_saelens
 from interpose.sae.sae import SAE
@@ -27,13 +28,14 @@ def load_sae(
     crosscoders, Llama Scope and Qwen Scope. It comes in eval mode, as it is in the file.
 
     Args:
-        path: the folder, or the file of weights itself.
+        path: the folder, or the file of weights itself; or ``pocket``, the autoencoder of the pocket model that comes
+            with interpose.
         device: where to put it.
         dtype: of its weights; by default that of the file.
         k: how many latents fire, where the file does not say so.
         pickles: whether to read ``.pt`` files that hold more than tensors: such a file can run any program.
     """
-    there = Path(path)
+    there = POCKET / "sae" if path == "pocket" else Path(path)
     if not there.exists():
         raise FileNotFoundError(
             f"there is no folder {str(path)!r}. Nothing is downloaded here: get it with huggingface_hub's "

@@ -84,8 +84,8 @@ def train_sae(
     saes = [sae] if isinstance(sae, SAE) else list(sae)
     recipes = _for_each(recipe, len(saes))
     _must_be_possible(saes, steps, dtype, batch_size)
-    where = torch.device(device) if device is not None else best_device()
     before = [checkpoints.fingerprint(one) for one in saes]
+    where = torch.device(device) if device is not None else best_device()
     saes = [in_dtype(one.to(where), torch.float32).requires_grad_() for one in saes]
     asked = [[known_site(source, name) for name in wanted(one, site, out)] for one in saes]
     needed = list(dict.fromkeys(name for names in asked for name in names if name is not None))
@@ -99,6 +99,7 @@ def train_sae(
         most_norm=most_norm,
     )
     size = getattr(batches, "batch_size", batch_size or BATCH)
+    _tell(saes, source, getattr(batches, "pos", None))
     learners = [
         Learner(one, how, steps=steps, dtype=dtype, seed=seed + number)
         for number, (one, how) in enumerate(zip(saes, recipes))
@@ -107,12 +108,8 @@ def train_sae(
         "saes": before,
         "recipes": [one.data for one in recipes],
         "sites": [[repr(name) for name in names] for names in asked],
-        "steps": steps,
-        "batch_size": size,
-        "seed": seed,
-        "dtype": str(dtype).removeprefix("torch."),
         "source": _of(source),
-    }
+    } | {"steps": steps, "batch_size": size, "seed": seed, "dtype": _word(dtype)}
     return Training(
         learners,
         asked,
@@ -155,6 +152,21 @@ def _must_be_possible(
         raise Unsupported(
             "nothing is trained inside torch.inference_mode(): call this outside of it."
         )
+
+
+def _tell(saes: Sequence[SAE], source: Any, pos: slice | None) -> None:
+    """Have autoencoders say of which model and of which positions they are, in SAELens's words."""
+    name = getattr(getattr(getattr(source, "about", None), "model", None), "name", None)
+    for sae in saes:
+        if pos is not None:
+            ends = [pos.start, pos.stop]
+            sae.about["seqpos_slice"] = ends if pos.step is None else [*ends, pos.step]
+        if isinstance(name, str) and name:
+            sae.about.setdefault("model_name", name)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of(source: Any) -> str:
