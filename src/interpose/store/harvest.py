@@ -146,10 +146,7 @@ def begin(
     live = _live(model, given, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
-    remote = Remote.of(store)
-    if remote is not None:
-        _must_be_local(engine, remote)
-        remote.pull()
+    remote = _remote(store, engine)
     folder = local_folder(store) if remote is None else remote.folder
     there = _about_there(folder)
     sites = vectors.described()
@@ -182,12 +179,9 @@ def begin(
         names={} if (names := model.tree.speller()) is None else dataclasses.asdict(names),
     )
     about = _begin(folder, about, there, edits)
-    left = None
-    if expected is not None and source.count is not None:
-        done = open_store(folder).commits
-        left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
-        if remote is None:
-            left.must_fit(folder)
+    left = _left(expected, source, folder, about.plan.texts, part)
+    if left is not None and remote is None:
+        left.must_fit(folder)
     if remote is not None:
         remote.begin(part)
     job = Harvest(folder, about, source, vectors, part=part, name=name, remote=remote)
@@ -326,12 +320,27 @@ def _must_be_ready(model: TransformerModel) -> None:
         )
 
 
-def _must_be_local(engine: str, remote: Remote) -> None:
-    if engine != "local":
+def _remote(store: str | Path, engine: str) -> Remote | None:
+    """The object store of a URL, with the records that it has; None of a folder."""
+    remote = Remote.of(store)
+    if remote is not None and engine != "local":
         raise Unsupported(
             f"with engine={engine!r} workers share a folder, and {remote.url!r} is a URL. Give a folder that all of "
             "them see; or start processes with part=(0, 4), part=(1, 4) and so on."
         )
+    if remote is not None:
+        remote.pull()
+    return remote
+
+
+def _left(
+    expected: Expected | None, source: Source, folder: Path, size: int, part: tuple[int, int]
+) -> Left | None:
+    """What is left to do, where that can be known."""
+    if expected is None or source.count is None:
+        return None
+    done = open_store(folder).commits
+    return Left.of(expected, folder, source.count, size, done, part)
 
 
 def _about_there(folder: Path) -> About | None:
