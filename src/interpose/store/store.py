@@ -28,7 +28,9 @@ from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
     ABOUT,
     COMMITS,
+    INDEX,
     SEGMENTS,
+    STATISTICS,
     About,
     Commit,
     StoredSite,
@@ -104,12 +106,17 @@ class Store(Sequence[Cache]):
             if file.name.startswith("."):
                 continue
             commit = Commit.read(file)
+            if file.name != commit_name(commit.segment):
+                raise FileError(f"{str(file)!r} is the record of segment {commit.segment}.")
+            if missing := {INDEX, STATISTICS, *map(file_name, self.sites)} - set(commit.files):
+                raise FileError(f"{str(file)!r} has no file {min(missing)!r}.")
             before = known.get(commit.segment)
             if before is None or before.commit != commit:
                 folder = self.path / SEGMENTS / commit.folder
                 before = Segment(
                     commit=commit,
                     folder=folder,
+                    sites=self.sites,
                     verify=self._verify,
                     _mapped={},
                     remote=self._remote,
