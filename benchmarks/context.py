@@ -37,7 +37,7 @@ def methods(model: Any, length: int) -> dict[str, Callable[[], Any]]:
     site = ("resid_post", 2)
     return {
         "ip.ablation, heads": lambda: ip.ablation(model, clean, metric=metric, **quiet),
-        "ip.activation_patching, the stream at one layer and 8 positions": lambda: ip.sweep(
+        "ip.sweep, the stream at one layer and 8 positions": lambda: ip.sweep(
             *pair, over="pos", layer=2, pos=list(range(length // 2, length // 2 + 8)), metric=metric, **quiet
         ),
         "ip.activation_patching, heads": lambda: ip.activation_patching(
