@@ -214,6 +214,7 @@ def test_a_check_that_fails_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> No
         (["sae", "train", "no", "x", "--latents", "4"], "--k says how many latents fire"),
         (["sae", "train", "no", "x", "--latents", "4", "--k", "2"], "there is no store in 'no'"),
         (["sae", "eval", "no", "no"], "there is no store in 'no'"),
+        (["store", "info", "."], "interpose harvest MODEL TEXTS --store FOLDER makes one"),
         (["demo", "--clean", "x"], "--clean and --corrupt go together"),
         (["run"], "Missing argument"),
         (["sweep", "--patch", "both"], "'both' is not one of"),

@@ -201,7 +201,17 @@ def _message(error: Exception, command: inspect.Signature) -> str:
 
 def _as_command(text: str) -> str:
     """What is said of a call of the library, said of the command."""
-    return text.replace("same ip.harvest(...)", "same command")
+    for said, command in _COMMANDS.items():
+        text = text.replace(said, command)
+    return text
+
+
+_COMMANDS = {
+    "same ip.harvest(...)": "same command",
+    "store.drop_damaged()": "interpose store verify FOLDER --drop-damaged",
+    "ip.harvest(..., --store ...)": "interpose harvest MODEL TEXTS --store FOLDER",
+    "ip.harvest(..., store=...)": "interpose harvest MODEL TEXTS --store FOLDER",
+}
 
 
 _FORESEEN = (
