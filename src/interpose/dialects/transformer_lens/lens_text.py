@@ -225,7 +225,8 @@ class LensText(FromScratch):
 
         Args:
             input: a text, a list of texts, tokens, or embeddings [batch, pos, d_model]; these come back with those of
-                new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``.
+                new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``. For any other
+                input it may be ``embeds``, too.
             max_new_tokens: how many.
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
                 ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers. With
@@ -236,12 +237,16 @@ class LensText(FromScratch):
             begin = options.get("prepend_bos")
             read = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
             return self.generate(input, max_new_tokens, **options), read
+        embedded = isinstance(input, Tensor) and input.is_floating_point()
+        if options.get("return_type") == "embeds" and not embedded:
+            options["return_type"] = "tokens"
+            return self.embed(self.generate(input, max_new_tokens, **options))
         if self.is_from_scratch:
             return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)
         if "stop_strings" in options:
             options.setdefault("tokenizer", self._tokenizer())
-        if isinstance(input, Tensor) and input.is_floating_point():
+        if embedded:
             kind = options.pop("return_type", "embeds")
             given = {"inputs_embeds": input.to(self.device)}
             new = super().generate(
