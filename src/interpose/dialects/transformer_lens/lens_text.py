@@ -14,7 +14,10 @@ from interpose.dialects.transformer_lens.generation import options_for
 from interpose.dialects.transformer_lens.scratch import writing
 from interpose.dialects.transformer_lens.scratch.model import FromScratch
 from interpose.dialects.transformer_lens.utilities.losses import lm_cross_entropy_loss
-from interpose.dialects.transformer_lens.utilities.tensors import get_attention_mask
+from interpose.dialects.transformer_lens.utilities.tensors import (
+    get_attention_mask,
+    get_offset_position_ids,
+)
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import known
 from interpose.models.running import masks, padding
@@ -95,6 +98,15 @@ class LensText(FromScratch):
         if self.is_from_scratch or not (current().scopes or self._handles):
             return False
         return "hook_pos_embed" in self.tree.table.sites and positions_may_be_given(self)
+
+    def _positions_around_holes(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """Positions for a call whose mask leaves out tokens inside a text: they are none of it, and do not count."""
+        mask = given.get("attention_mask")
+        if self._as_transformers or mask is None or mask.ndim != 2 or "position_ids" in given:
+            return {}
+        counted = get_offset_position_ids(0, mask)
+        holes = bool(((counted != padding.positions(mask)) & (mask != 0)).any())
+        return {"position_ids": counted} if holes and padding.accepts(self, "position_ids") else {}
 
     @property
     def _reads_forwards(self) -> bool:
