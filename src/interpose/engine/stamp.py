@@ -43,6 +43,7 @@ class Stamp:
         self._counts = list(map(len, map(_PARAMETERS, self._holders)))
         self._modules = modules
         self._looks = {id(module): _looks(module) for module in modules}
+        self._all = self._looks_of_all()
 
     def _parts(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, map(_CHILDREN, self._wholes))))
@@ -50,6 +51,17 @@ class Stamp:
     def _own_forwards(self) -> list[Any]:
         """What stands in the own forward slots of modules with parts; mostly nothing."""
         return list(map(_GET, map(vars, self._wholes), repeat("forward")))
+
+    def _looks_of_all(self) -> list[list[Any]]:
+        """What `_looks` says of all modules but their parts, mostly in C."""
+        held = list(map(_PARAMETERS, self._modules))
+        forwards = map(_GET, map(vars, self._modules), repeat("forward"))
+        return [
+            list(map(type, self._modules)),
+            [one if one is None else _without_bypass(one) for one in forwards],
+            list(map(len, held)),
+            [p if p is None else _LOOK(p) for p in chain.from_iterable(map(dict.values, held))],
+        ]
 
     def holds(self) -> bool:
         """Whether the same parts are there."""
@@ -66,8 +78,10 @@ class Stamp:
         )
 
     def holds_for(self, modules: Iterable[nn.Module] | None = None) -> bool:
-        """Whether the parameters and own forwards of some modules (by default all) look the same."""
-        for module in self._modules if modules is None else modules:
+        """Whether the parameters and own forwards of some modules look the same; by default of all that `holds`."""
+        if modules is None:
+            return self._looks_of_all() == self._all
+        for module in modules:
             looks = self._looks.get(id(module))
             if looks is not None and _looks(module) != looks:
                 return False
