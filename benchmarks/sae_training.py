@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import interpose as ip
+from interpose.sae.codes import bags
 from interpose.sae.training.learner import Learner
 
 Step = Callable[[Tensor], None]
@@ -48,10 +48,8 @@ class Plain:
         values, indices = pre.topk(sae.k, dim=-1, sorted=False)
         values = values.relu()
         if self.gathered:
-            starts = torch.arange(0, indices.numel(), sae.k, device=x.device)
-            out = functional.embedding_bag(
-                indices.flatten(), W_dec, starts, mode="sum", per_sample_weights=values.flatten()
-            )
+            starts = torch.arange(0, indices.numel() + 1, sae.k, device=x.device)
+            out = bags(W_dec, indices.flatten(), starts, values.flatten())
         else:
             out = torch.zeros_like(pre).scatter(-1, indices, values) @ W_dec
         loss = (out + b_dec - x).float().pow(2).sum(-1).mean()

@@ -153,6 +153,7 @@ from interpose.monitors.statistics import (
 from interpose.activations import ActivationBatch as ActivationBatch
 from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
+from interpose.store.sizes import harvest_sizes as harvest_sizes
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
 from interpose.store.foreign.importing import import_activations as import_activations
@@ -223,6 +224,7 @@ from interpose.errors import (
     SiteNotFound as SiteNotFound,
     StaleValue as StaleValue,
     Unsupported as Unsupported,
+    WorkerDied as WorkerDied,
 )
 
 __version__: str

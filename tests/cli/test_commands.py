@@ -29,6 +29,7 @@ COMMANDS = [
     "sites",
     "run",
     "harvest",
+    "size",
     "sweep",
     "store ls",
     "store info",
@@ -73,6 +74,7 @@ def arguments(command: str, folder: Path) -> list[str]:
     given = {
         "demo": [],
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
+        "size": ["pocket", "--tokens", "1000"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
     }

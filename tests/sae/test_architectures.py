@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import interpose as ip
+from interpose.sae.codes import Bags, bags
 from tests.bounds import assert_near
 from tests.sae.oracles import KINDS, codes_of, made, output_of
 
@@ -195,3 +196,20 @@ def test_wrong_sizes_are_refused_in_words() -> None:
         ip.MatchingPursuitSAE(3, 4, by_norm=True)
     with pytest.raises(TypeError, match="chooses latents one by one"):
         made("MatchingPursuitSAE").pre(torch.randn(2, 6))
+
+
+def test_sums_of_rows_have_the_gradients_that_torch_lacks_on_some_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(12, generator=draw, dtype=torch.float64, requires_grad=True)
+    indices = torch.randint(9, (12,), generator=draw)
+    starts = torch.tensor([0, 3, 3, 8, 12])
+    monkeypatch.setattr(Bags, "PIECE", 5)
+    assert torch.autograd.gradcheck(lambda a, b: Bags.apply(a, indices, starts, b), (rows, weights))
+    for asked in ((rows,), (weights,), (rows, weights)):
+        ours = torch.autograd.grad(Bags.apply(rows, indices, starts, weights).square().sum(), asked)
+        theirs = torch.autograd.grad(bags(rows, indices, starts, weights).square().sum(), asked)
+        for one, other in zip(ours, theirs):
+            torch.testing.assert_close(one, other)

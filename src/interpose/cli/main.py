@@ -25,6 +25,7 @@ from interpose.cli.options import (
     several,
     told,
 )
+from interpose.cli.size import size
 from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
@@ -188,6 +189,7 @@ def run(
 
 
 app.command()(told(harvest))
+app.command()(told(size))
 app.add_typer(stores, name="store")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
@@ -89,18 +91,73 @@ class Codes:
 
     def times(self, rows: Tensor) -> Tensor:
         """The sum of one row [latent, ...] for each latent that fires, times its strength: [..., d]."""
-        if not len(self.indices):
-            return rows.new_zeros(*self.shape, rows.shape[1])
-        added = functional.embedding_bag(
-            self.indices,
-            rows,
-            self.starts,
-            mode="sum",
-            per_sample_weights=self.values.to(rows.dtype),
-            include_last_offset=True,
-        )
+        added = bags(rows, self.indices, self.starts, self.values)
         return added.reshape(*self.shape, rows.shape[1])
 
     def __repr__(self) -> str:
         each = len(self.indices) / max(1, len(self.starts) - 1)
         return f"Codes of {self.shape} vectors over {self.width} latents, {each:.1f} for each"
+
+
+def bags(vectors: Tensor, indices: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of vectors [vector, d], bag by bag: [bag, d].
+
+    Args:
+        vectors: what is added up.
+        indices: which of them, bag after bag, [entry].
+        starts: where each bag begins, and the end, [bag + 1].
+        weights: of each entry.
+    """
+    if not len(indices):
+        return vectors.new_zeros(len(starts) - 1, vectors.shape[-1])
+    weights = weights.to(vectors.dtype)
+    if weights.requires_grad and vectors.is_cuda and vectors.dtype == torch.bfloat16:
+        found: Tensor = Bags.apply(vectors, indices, starts, weights)  # type: ignore[no-untyped-call]
+        return found
+    return _sums(vectors, indices, starts, weights)
+
+
+def _sums(vectors: Tensor, indices: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    return functional.embedding_bag(
+        indices,
+        vectors,
+        starts,
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=True,
+    )
+
+
+class Bags(torch.autograd.Function):
+    """`bags` with a gradient of its own: torch (2.11 to 2.13) has none for weights in bfloat16 on CUDA."""
+
+    PIECE: ClassVar[int] = 2**15
+    """So many entries are gathered at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, vectors: Tensor, indices: Tensor, starts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The sums."""
+        ctx.save_for_backward(vectors, indices, starts, weights)
+        return _sums(vectors, indices, starts, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """For vectors the weighted sum of what their bags get, for weights the product of both."""
+        vectors, indices, starts, weights = ctx.saved_tensors
+        bag = torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(
+            starts.diff(), output_size=len(indices)
+        )
+        wants_vectors, _, _, wants_weights = ctx.needs_input_grad
+        to_vectors = torch.zeros_like(vectors) if wants_vectors else None
+        to_weights = torch.empty_like(weights) if wants_weights else None
+        for first in range(0, len(indices), Bags.PIECE):
+            some = slice(first, first + Bags.PIECE)
+            here, mine = grad[bag[some]], indices[some]
+            if to_vectors is not None:
+                to_vectors.index_add_(0, mine, here * weights[some, None])
+            if to_weights is not None:
+                to_weights[some] = torch.linalg.vecdot(here, vectors[mine])
+        return to_vectors, None, None, to_weights

@@ -13,34 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from interpose.sae.codes import Codes
+from interpose.sae.codes import Codes, bags
 from interpose.sae.sae import SAE
 
 _PIECE = 64
 """How many entries of one latent are added at most before sums are added: some latents fire nearly always."""
-
-
-def bags(vectors: Tensor, indices: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums of vectors [vector, d], bag by bag: [bag, d].
-
-    Args:
-        vectors: what is added up.
-        indices: which of them, bag after bag, [entry].
-        starts: where each bag begins, and the end, [bag + 1].
-        weights: of each entry.
-    """
-    if not len(indices):
-        return vectors.new_zeros(len(starts) - 1, vectors.shape[-1])
-    return functional.embedding_bag(
-        indices,
-        vectors,
-        starts,
-        mode="sum",
-        per_sample_weights=weights.to(vectors.dtype),
-        include_last_offset=True,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
