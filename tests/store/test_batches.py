@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,21 @@ def records() -> list[dict[str, Any]]:
     return [{"tokens": tokens} for tokens in TEXTS]
 
 
+def until_one(folder: Path) -> Callable[[int, int | None], bool]:
+    """Ends a harvest at 80 tokens, when something is committed."""
+
+    def goes_on(done: int, total: int | None) -> bool:
+        if done < 80:
+            return True
+        for _ in range(6000):
+            if any(folder.glob("commits/0*.json")):
+                break
+            time.sleep(0.01)
+        return False
+
+    return goes_on
+
+
 @pytest.mark.parametrize("kind", ["list", "generator", "dataset", "streaming"])
 def test_texts_of_any_kind_make_the_same_segments(
     model: ip.TransformerModel, store: ip.Store, kind: str, tmp_path: Path
@@ -234,11 +250,8 @@ def test_texts_of_any_kind_make_the_same_segments(
     }
     options: dict[str, Any] = {"store": tmp_path / kind, "segment_texts": 6, "column": "tokens"}
 
-    def end(done: int, total: int | None) -> bool:
-        return done < 80
-
     with pytest.raises(ip.Cancelled):
-        ip.harvest(model, made[kind](), SITES, progress=end, **options)
+        ip.harvest(model, made[kind](), SITES, progress=until_one(tmp_path / kind), **options)
     begun = ip.open_store(tmp_path / kind)
     assert 0 < len(begun) < len(TEXTS)
     texts = made[kind]()
@@ -256,12 +269,9 @@ def test_texts_of_any_kind_make_the_same_segments(
 def test_an_iterator_whose_texts_have_changed_is_noticed(
     model: ip.TransformerModel, tmp_path: Path
 ) -> None:
-    def end(done: int, total: int | None) -> bool:
-        return done < 80
-
     options: dict[str, Any] = {"store": tmp_path / "s", "segment_texts": 6}
     with pytest.raises(ip.Cancelled):
-        ip.harvest(model, iter(TEXTS), SITES, progress=end, **options)
+        ip.harvest(model, iter(TEXTS), SITES, progress=until_one(tmp_path / "s"), **options)
     with pytest.raises(ip.FileError, match="other texts"):
         ip.harvest(model, iter([[9, 9, 9], *TEXTS[1:]]), SITES, progress=False, **options)
 
@@ -309,3 +319,22 @@ def test_sites_are_meant_by_name_kind_or_glob(tmp_path: Path) -> None:
         assert [row.site for row in store.statistics(asked).rows] == streams
     with pytest.raises(ip.SiteNotFound, match="'mlp_out' is not in this store"):
         store.batches("mlp_out")
+
+
+@pytest.mark.parametrize("epochs", [3, None])
+@pytest.mark.parametrize("pool", [None, 40])
+def test_it_goes_on_after_any_batch_also_the_last_of_an_epoch(
+    store: ip.Store, pool: int | None, epochs: int | None
+) -> None:
+    options: dict[str, Any] = {"batch_size": 50, "pool": pool, "epochs": epochs}
+    whole = store.batches(SITES[0], **options)
+    batches = [next(whole) for _ in range(2 * len(EVERYWHERE) // 50)]
+    for count in range(len(batches) - 1):
+        first = store.batches(SITES[0], **options)
+        for _ in range(count):
+            next(first)
+        later = store.batches(SITES[0], **options)
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        found = next(later)
+        assert torch.equal(found.row, batches[count].row), count
+        assert torch.equal(found.pos, batches[count].pos), count
