@@ -136,6 +136,20 @@ MISTAKES: dict[str, str] = {
         plain.run_with_hooks(x, hooks=[ip.zero("fc1", head=1)])
         plain.run_with_hooks(x, hooks=[ip.zero("resid_mid", layer=1)])
     """,
+    "Steering": """
+        ip.steering_vector(model, [text], [text], layer=3)
+        ip.steering_vector(model, [text], [other], by="mean")
+        ip.SteeringVector.of(torch.ones(64), layer=3).must_be_of(model)
+        ip.SteeringVector.of(torch.ones(192), layer=3, model_type="llama").must_be_of(model)
+        ip.SteeringVector.of(torch.ones(192), layer=3).add(layers=3)
+        ip.SteeringVector.of(torch.ones(192), layer=0).save("x.gguf")
+        ip.add("resid_post", 1.0, layer=3, when=cache["resid_post", 3])
+        ip.when(torch.ones(192), site="resid_post", layer=3)
+        model.run_with_hooks(text, hooks=[ip.zero(("z", 3), when=ip.when(neuron=0, above=0, site=("mlp_out", 3)))])
+        ip.written(model, ip.add("resid_post", torch.ones(192), layer=3, pos=-1))
+        ip.written(model, ip.project_out("resid_post", torch.ones(192), layer=3))
+        ip.side_by_side(model, text, ip.zero("z", layer=3, pos=50), max_new_tokens=2)
+    """,
     "Inputs": """
         model("")
         model([])

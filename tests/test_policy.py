@@ -41,6 +41,7 @@ LAYERS = [
     "detectors",
     "sae",
     "concepts",
+    "steering",
     "experiments",
     "cli",
     "dialects",

@@ -38,12 +38,14 @@ from interpose.edits.basic import (
     scale as scale,
     zero as zero,
 )
+from interpose.edits.conditions import when as when
 from interpose.edits.edit import Edit as Edit
 from interpose.edits.other_values import mean as mean, patch as patch, resample as resample
 from interpose.edits.saving import load_edits as load_edits, save_edits as save_edits
 from interpose.edits.selector import at as at
 from interpose.edits.subspace import (
     Rotation as Rotation,
+    add_keeping_norm as add_keeping_norm,
     project_cap as project_cap,
     project_out as project_out,
     rotate as rotate,
@@ -153,6 +155,7 @@ from interpose.monitors.statistics import (
 from interpose.activations import ActivationBatch as ActivationBatch
 from interpose.activations import ActivationRows as ActivationRows
 from interpose.store.harvest import harvest as harvest
+from interpose.store.sizes import harvest_sizes as harvest_sizes
 from interpose.store.store import Store as Store, open_store as open_store
 from interpose.store.stream import stream as stream
 from interpose.store.foreign.importing import import_activations as import_activations
@@ -201,6 +204,13 @@ from interpose.concepts.labelling import (
 from interpose.concepts.naming import Concepts as Concepts
 from interpose.concepts.report import Features as Features
 
+# Steering
+from interpose.steering.finding import steering_vector as steering_vector
+from interpose.steering.side_by_side import SideBySide as SideBySide, side_by_side as side_by_side
+from interpose.steering.steer import SteeringCurve as SteeringCurve, steer as steer
+from interpose.steering.vector import SteeringVector as SteeringVector
+from interpose.steering.written import written as written
+
 # Results
 from interpose.results.bootstrap import Interval as Interval
 from interpose.results.loading import load_result as load_result
@@ -223,6 +233,7 @@ from interpose.errors import (
     SiteNotFound as SiteNotFound,
     StaleValue as StaleValue,
     Unsupported as Unsupported,
+    WorkerDied as WorkerDied,
 )
 
 __version__: str

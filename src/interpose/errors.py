@@ -12,6 +12,8 @@ InterposeError
 ├── NonFinite         (ValueError)    a value or gradient with NaN or Inf, where one was looked for
 ├── StaleValue        (RuntimeError)  a value kept without a copy was changed since
 ├── GradientError     (RuntimeError)  a gradient that cannot be had, or would be wrong
+├── Cancelled         (RuntimeError)  a long job that was told to end
+├── WorkerDied        (RuntimeError)  processes of a cluster that die again and again
 └── Unsupported       (TypeError)     a module or value that cannot be hooked, and why
 """
 
@@ -83,6 +85,10 @@ class Cancelled(InterposeError, RuntimeError):
     """
 
     result: Any = None
+
+
+class WorkerDied(InterposeError, RuntimeError):
+    """Processes of a cluster that die again and again at the same piece of work."""
 
 
 class Unsupported(InterposeError, TypeError):

@@ -29,10 +29,14 @@ COMMANDS = [
     "sites",
     "run",
     "harvest",
+    "size",
     "sweep",
+    "steer",
     "store ls",
     "store info",
     "store verify",
+    "store export",
+    "store import",
 ]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
@@ -73,8 +77,10 @@ def arguments(command: str, folder: Path) -> list[str]:
     given = {
         "demo": [],
         "check": ["pocket", "--layer", "0", "--device", "cpu"],
+        "size": ["pocket", "--tokens", "1000"],
         "sites": ["pocket", "blocks.0.attn.*", "--device", "cpu"],
         "sweep": [*SWEEP, "--layer", "0,-1"],
+        "steer": ["pocket", "--positive", "I am", "--negative", "I was", "--device", "cpu"],
     }
     return [command, *given[command]]
 

@@ -259,7 +259,8 @@ def test_what_cannot_be_read_or_written_says_why(tmp_path: Path) -> None:
     assert error() == "FILE is of version 7, and this interpose reads 1 to 2."
     file.write_text(right.replace('"type": "add"', '"type": "adds"'))
     assert error().startswith(
-        "FILE: edits[0].type is 'adds', and no edit is called so. There are: Edit, add, at, clamp, fill,"
+        "FILE: edits[0].type is 'adds', and no edit is called so. There are: Edit, add, add_keeping_norm, "
+        "at, clamp, fill,"
     )
     file.write_text(right.replace('"layer": 1', '"layers": 1'))
     assert error() == "FILE: edits[0].layers is not a field of add: written by another version?"

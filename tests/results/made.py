@@ -57,6 +57,15 @@ def task() -> ip.FunctionVector:
     return ip.function_vector(pocket(), said, corrupt, answer=[" Paris", " Tokyo"], head=2)
 
 
+def steering() -> ip.SteeringVector:
+    return ip.steering_vector(pocket(), TEXTS[::2], TEXTS[1::2], layer=[2, 4], **QUIET)
+
+
+def steered() -> ip.SteeringCurve:
+    words = {"strength": [0.5, 2.0], "other": [EIFFEL], "answer": " is"}
+    return ip.steer(pocket(), steering(), TEXTS[1::2], **words, **QUIET)
+
+
 def probed() -> ip.ProbeScores:
     labels = ["singular", "plural"] * 4
     return ip.probe(pocket(), TEXTS, labels, layer=[2, 4], folds=2, **QUIET)
@@ -124,6 +133,11 @@ MADE: dict[str, Callable[[], ip.Result]] = {
     ),
     "Patchscope": lambda: ip.patchscope(
         pocket(), EIFFEL, TREVI, source_pos=1, into_pos=1, answer=" Paris"
+    ),
+    "SteeringVector": steering,
+    "SteeringCurve": steered,
+    "SideBySide": lambda: ip.side_by_side(
+        pocket(), list(ENDS), steering().add(3.0, layer=4), max_new_tokens=2
     ),
     "Probe": lambda: probed().best,
     "ProbeScores": probed,

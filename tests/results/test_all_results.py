@@ -26,6 +26,7 @@ from tests.results.made import MADE, made
 OLD = Path(__file__).parent / "old"
 ALL = pytest.mark.parametrize("name", MADE)
 UNDRAWN = {"Report", "Probe", "TunedLens", "GradientHealth", "ActivationStatistics", "ShapeLog"}
+UNDRAWN |= {"SteeringVector", "SideBySide"}
 """Those that are tables and nothing else."""
 
 
@@ -65,7 +66,7 @@ def test_the_strongest_entries_are_records(name: str) -> None:
     assert len({tuple(record) for record in records}) == 1
     top = result.top(3)
     per = len(result.axes.get("metric", [0])) if isinstance(result, ip.Scores) else 1
-    if name == "ProbeScores":
+    if name in ("ProbeScores", "SteeringCurve"):
         per = len(result.axes["measure"])  # type: ignore[attr-defined]
     assert 1 <= len(top) <= 3 * per
     assert all(any(same(one, record) for record in records) for one in top)
@@ -165,7 +166,7 @@ def test_pictures_are_drawn_or_refused_with_what_can_be_written(name: str, tmp_p
     small = isinstance(result, (ip.SweepResult, ip.SAEEvaluation)) or (
         isinstance(result, ip.Scores) and len(result.axes) <= 2
     )
-    svg, png = (name == "Circuit" or small), (name == "FeatureMaps" or small)
+    svg, png = (name in ("Circuit", "SteeringCurve") or small), (name == "FeatureMaps" or small)
     if svg:
         root = ElementTree.fromstring(result.save(tmp_path / "x.svg").read_text())
         assert any(node.tag.endswith("text") for node in root.iter())

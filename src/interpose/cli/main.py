@@ -25,6 +25,8 @@ from interpose.cli.options import (
     several,
     told,
 )
+from interpose.cli.size import size
+from interpose.cli.steer import steer
 from interpose.cli.store import harvest, stores
 from interpose.cli.sweep_options import (
     Align,
@@ -188,6 +190,7 @@ def run(
 
 
 app.command()(told(harvest))
+app.command()(told(size))
 app.add_typer(stores, name="store")
 
 
@@ -253,6 +256,9 @@ def sweep(
         experiment.save(save)
         if "-" not in dict(wanted.files()).values():
             yield f"the experiment: {save}  (again: interpose run {save})"
+
+
+app.command()(steer)
 
 
 if __name__ == "__main__":

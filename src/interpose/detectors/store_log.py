@@ -17,11 +17,12 @@ from interpose.edits.edit import Edit
 from interpose.engine.hooks import Detector
 from interpose.engine.points import HookPoint
 from interpose.errors import FileError
+from interpose.jobs.job import live_hooks
 from interpose.models.knowledge import Conditions
 from interpose.sites.tree import Filter
 from interpose.store import fingerprint
 from interpose.store.filling import fill_segment
-from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _live, _said
+from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _said
 from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
 from interpose.store.rows import Row, row_length
 from interpose.store.sources import Shard
@@ -101,7 +102,7 @@ class StoreLog(Collector):
 
     def _must_be_of(self, model: Any) -> None:
         """Refuse what another model makes, or this one with other numbers or edits; what came before is committed."""
-        live = [one for one in _live(model, (), "local") if not isinstance(one, Detector)]
+        live = [one for one in live_hooks(model) if not isinstance(one, Detector)]
         if self._model is None:
             self._hooks = live
         same = list(map(_said, live)) == list(map(_said, self._hooks))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from interpose.edits.blocks import Block, batch_axis, find, unit_axis
+from interpose.edits.conditions import when as Condition
 from interpose.edits.expressions import written
 from interpose.edits.saving import Saved
 from interpose.edits.selector import FIELDS, Layers, Numbers, Positions, at, merged
@@ -47,6 +48,7 @@ class Edit(Saved, Controller):
         site: a selector, or what selects sites.
         strength: how far to go from the value to the edited one: a number, or one for each row of the
             batch. 1 is the edit itself, 0 nothing, 2 twice as far.
+        when: an `ip.when`: the positions at which it does not hold stay as they are.
     """
 
     site: Filter
@@ -60,6 +62,7 @@ class Edit(Saved, Controller):
     phase: str | None = field(default=None, kw_only=True)
     exclude: Any = field(default=None, kw_only=True)
     strength: float | Tensor | None = field(default=None, kw_only=True)
+    when: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         given = {name: vars(self)[name] for name in FIELDS}
@@ -68,6 +71,10 @@ class Edit(Saved, Controller):
         if where.layer is not None and where.site is None:
             raise TypeError(f"{where!r}: a layer goes with a kind of site, such as 'z'.")
         vars(self).update({name: getattr(where, name) for name in FIELDS}, site=where)
+        if not isinstance(self.when, (Condition, NoneType)):
+            raise TypeError(f"when is an ip.when(...); got {type(self.when).__name__}.")
+        if self.when is not None and self.when.where is not None:
+            vars(where)["_beside"] = self.when.where
         for one in (where, *(where.exclude or ())):
             vars(one)["_label"] = repr(self)
         strength: Any = self.strength
@@ -101,7 +108,14 @@ class Edit(Saved, Controller):
 
     def on_value(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Change a value; the whole of it comes, whatever the selector says."""
-        return self.change(value, hook)
+        if self.when is None:
+            return self.change(value, hook)
+        if hook.part is not None and hook.part is self.when.where:
+            self.when.note(value, hook)
+            return None
+        fired = self.when.fired(value, hook, self)
+        made = self.change(value, hook)
+        return None if made is None else torch.where(fired, made, value)
 
     def change(self, value: Tensor, hook: HookPoint) -> Tensor | None:
         """Replace the selected part and leave the rest."""
@@ -119,9 +133,7 @@ class Edit(Saved, Controller):
             raise NothingSelected(
                 f"{self!r} selects nothing of {spot.hook.name!r}, which is {tuple(spot.whole.shape)}."
             )
-        new = spot.fitting(self.new(inner, spot), inner)
-        if self.strength is not None:
-            new = (inner + spot.strength() * (new - inner)).to(part.dtype)
+        new = self.reached(inner, spot)
         if index is ...:
             # Not `new` itself: earlier values keep their place in the graph, with gradients of zero.
             true = torch.ones((), dtype=torch.bool, device=part.device)
@@ -129,6 +141,13 @@ class Edit(Saved, Controller):
         made = part.clone()
         made[index] = new
         return made
+
+    def reached(self, part: Tensor, spot: Spot) -> Tensor:
+        """What takes the place of the selected part, as far as the strength says."""
+        new = spot.fitting(self.new(part, spot), part)
+        if self.strength is None:
+            return new
+        return (part + spot.strength() * (new - part)).to(part.dtype)
 
 
 class Spot:

@@ -65,6 +65,8 @@ class _Writer:
             return self._mapping(value, field)
         if isinstance(value, re.Pattern):
             return _regex(value)
+        if isinstance(value, Saved):
+            return written(value, short=self.short, name=self.name)
         if value is None or isinstance(value, bool):
             return repr(value)
         for plain in (int, str):  # without the types of NumPy, and others that write themselves

@@ -39,7 +39,7 @@ from interpose.files.schema import (
 
 Made = TypeVar("Made", bound=Saved)
 _OLD_WORDS = {"sites": "site"}  # of version 1
-_HOMES = ("attention", "basic", "other_values", "selector", "subspace")
+_HOMES = ("attention", "basic", "conditions", "other_values", "selector", "subspace")
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in vars(torch).values()
@@ -146,6 +146,7 @@ class _Reader:
                 self.take(list(_one(data, "tuple", _LIST, field)), field.of("tuple"))
             ),
             "excluded": self._excluded,
+            "condition": self._condition,
             "mapping": self._mapping,
             "cache": self._cache,
             "rotation": self._rotation,
@@ -213,6 +214,10 @@ class _Reader:
         return tuple(
             self.fields(KINDS["at"], _words(one, there), there) for one, there in zip(found, fields)
         )
+
+    def _condition(self, data: Any, field: Field) -> Any:
+        held = _one(data, "condition", MapOf(ANYTHING), field)
+        return made_of(KINDS["when"], held, self.tensors, field.of("condition"))
 
     def _mapping(self, data: Any, field: Field) -> dict[Any, Any]:
         pairs = _one(data, "mapping", ListOf(ListOf(ANYTHING, 2, 2), 1_000_000), field)

@@ -112,6 +112,8 @@ class _Shelf:
             return {"regex": value.pattern, "flags": value.flags}
         if isinstance(value, Site):
             return value.name
+        if isinstance(value, Saved):
+            return {"condition": {"type": type(value).__name__, **self._words(value, name)}}
         if isinstance(value, tuple) and value and all(isinstance(one, Saved) for one in value):
             return {"excluded": [self._words(one, name) for one in value]}
         if isinstance(value, (list, tuple)):

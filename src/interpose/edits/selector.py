@@ -141,6 +141,11 @@ class at(Saved):
             raise NothingMatched(f"{self.label} excludes every site that it selects: {shown}.")
         for site, _ in left:
             check_axes(self, site.name, site.axes)
+        beside: at | None = vars(self).get(
+            "_beside"
+        )  # where a condition is looked at, before the edit
+        if beside is not None:
+            left = [(replace(s, part=beside), True) for s, _ in beside.select_in(tree)] + left
         return left
 
     def covers(self, canonical: str, tree: ModuleTree) -> bool:

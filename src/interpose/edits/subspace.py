@@ -1,4 +1,4 @@
-"""Edits along directions: take a subspace out, cap a coordinate, exchange or turn coordinates.
+"""Edits along directions: take a subspace out, cap a coordinate, turn towards one, exchange or turn coordinates.
 
 Directions are rows over a value's units (its last axis; the channels of an image). Low precision is
 computed in float32.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interpose.edits.edit import Edit, Spot
+from interpose.edits.edit import Edit, Spot, Value
 from interpose.edits.other_values import brought, check_source_pos
 from interpose.edits.selector import Numbers
 from interpose.edits.sources import as_source, looked_up
@@ -125,6 +125,29 @@ class project_cap(Edit):
             capped = torch.minimum(capped, torch.as_tensor(self.high).to(capped).reshape(()))
         moved = wide + (capped - coordinate)[..., None] * unit
         return moved.movedim(-1, spot.units)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class add_keeping_norm(Edit):
+    """Add a vector and give the value its length back: ``ip.add_keeping_norm("resid_post", direction, layer=4)``.
+
+    Only where the value points changes. The strength scales what is added, and the length stays at any strength. It is
+    that of the selected units; a value that adding makes zero stays as it was.
+    """
+
+    value: Value
+
+    def reached(self, part: Tensor, spot: Spot) -> Tensor:
+        """The value turned towards the vector."""
+        wide = _wide(part, spot.units)
+        added = spot.fitting(spot.given(self.value), part)
+        if self.strength is not None:
+            added = spot.strength() * added
+        moved = wide + _wide(added, spot.units)
+        length, now = (one.norm(dim=-1, keepdim=True) for one in (wide, moved))
+        nowhere = now == 0
+        moved = torch.where(nowhere, wide, moved * (length / now.masked_fill(nowhere, 1.0)))
+        return moved.movedim(-1, spot.units).to(part.dtype)
 
 
 class Rotation(nn.Module):

@@ -86,6 +86,19 @@ class Probe(ip.Result):
         """
         return self.weight[0] if len(self.weight) == 1 else self.weight
 
+    def fires(self, above: float = 0.0) -> ip.when:
+        """The condition that what it reads is above a number, for ``when=`` of edits; of two classes, the second's.
+
+        Args:
+            above: from where on it fires.
+        """
+        if len(self.weight) != 1:
+            raise ValueError(
+                f"it reads {len(self.weight)} numbers: make an ip.when of one of them."
+            )
+        place: dict[str, Any] = {"site": self.site, "layer": self.layer, "head": self.head}
+        return ip.when(self.direction, bias=float(self.bias), above=above, **place)
+
     @property
     def title(self) -> str:
         """What it reads, and where."""
@@ -209,7 +222,7 @@ def probe(
     def read() -> Iterable[tuple[Tensor, Tensor]]:
         for batch in tracked(batches, progress):
             numbers = torch.tensor(batch.numbers, device="cpu")
-            yield numbers, _features(model, batch, site, layers, pos, head)
+            yield numbers, vectors_at(model, batch, site, layers, pos, head)
 
     kept = [] if stream else list(read())
     data: Data = read if stream else lambda: kept
@@ -256,7 +269,7 @@ def _result(
 # Examples and labels.
 
 
-def _features(
+def vectors_at(
     model: ip.TransformerModel,
     batch: ip.Batch,
     site: str,
@@ -264,8 +277,17 @@ def _features(
     pos: Any,
     head: int | None,
 ) -> Tensor:
-    """What a batch has at the position, [layer, example, unit], from one run."""
-    if not isinstance(pos, (int, str)):
+    """What a batch has at the position, [layer, example, unit], from one run.
+
+    Args:
+        model: the model.
+        batch: of `ip.batches`, or of a store.
+        site: a kind of site.
+        layers: which.
+        pos: a number, one for each example of the dataset, a text (its last token), or a slice: the mean of these.
+        head: for sites with heads, which.
+    """
+    if not isinstance(pos, (int, str, slice)):
         places = torch.tensor([pos[number] for number in batch.numbers], device=batch.clean.device)
         pos = torch.arange(batch.clean.shape[1], device=batch.clean.device) == places[:, None]
     there = ip.at(
@@ -283,7 +305,9 @@ def _features(
             f"probes read one vector at a position; {site!r} is {list(axes)}. "
             f"{'Say which head: head=0.' if axes[2:3] == ('head',) else 'Choose another site.'}"
         )
-    found = torch.stack([cache[site, layer][:, -1].flatten(1) for layer in layers])
+    values = (cache[site, layer] for layer in layers)  # [example, pos, (head,) unit]
+    several = isinstance(pos, slice)
+    found = torch.stack([(v.mean(1) if several else v[:, -1]).flatten(1) for v in values])
     return found.cpu() if found.device.type == "mps" else found  # where there is no float64
 
 

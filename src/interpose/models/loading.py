@@ -132,6 +132,23 @@ def load(
     return TransformerModel(module, tokenizer=tokenizer, processor=processor)
 
 
+def skeleton(name_or_folder: str) -> Any:
+    """A model without its weights, of which it has only names and shapes: by its config, on the meta device.
+
+    Args:
+        name_or_folder: as in `load`.
+    """
+    transformers = _transformers()
+    name = str(POCKET) if name_or_folder == "pocket" else name_or_folder
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise FileNotFoundError(f"no folder {name!r}.")
+    options = within_reach(name, {"trust_remote_code": False})
+    with _own_code(name):
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+    with torch.device("meta"):
+        return _class_for(transformers, config)._from_config(config)
+
+
 _FOR_FILES = (
     "revision",
     "token",

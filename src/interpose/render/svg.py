@@ -21,7 +21,9 @@ def picture(shown: Labelled, title: str = "") -> str:
 def _titled(title: str, wide: float) -> tuple[list[str], int]:
     """A title in as many lines as it takes to be no wider than what is below it, and their height."""
     lines = textwrap.wrap(title, max(48, round(wide / _LETTER))) if title else []
-    return [_text(4, 15 + 16 * n, line, bold=True) for n, line in enumerate(lines)], 16 * len(lines)
+    return [letters(4, 15 + 16 * n, line, bold=True) for n, line in enumerate(lines)], 16 * len(
+        lines
+    )
 
 
 def _map(grid: Grid, title: str) -> str:
@@ -33,17 +35,17 @@ def _map(grid: Grid, title: str) -> str:
     wide = left + cell * len(grid.columns) + 8
     parts, high = _titled(title, wide)
     top = high + 10 + (widest * _LETTER + 6 if upright else _LINE)
-    parts.append(_text(left - 6, top - 6, grid.corner, "end"))
+    parts.append(letters(left - 6, top - 6, grid.corner, "end"))
     for column, name in enumerate(grid.columns):
         middle = left + cell * (column + 0.5)
         if upright:
             turn = f' transform="rotate(-90 {middle + 4:.1f} {top - 6:.1f})"'
-            parts.append(_text(middle + 4, top - 6, name, extra=turn))
+            parts.append(letters(middle + 4, top - 6, name, extra=turn))
         else:
-            parts.append(_text(middle, top - 6, name, "middle"))
+            parts.append(letters(middle, top - 6, name, "middle"))
     for row, name in enumerate(grid.rows):
         y = top + _LINE * row
-        parts.append(_text(left - 6, y + 13, name, "end"))
+        parts.append(letters(left - 6, y + 13, name, "end"))
         for column, value in enumerate(grid.values[row]):
             back = grid.scale(value, grid.limit)
             fill, ink = colours.css(back), colours.ink(back)
@@ -53,9 +55,9 @@ def _map(grid: Grid, title: str) -> str:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{cell - 1:.1f}" height="{_LINE - 1}" fill="{fill}"/>'
             )
-            parts.append(_text(x + cell - 5, y + 13, shown[row][column], "end", ink=ink))
+            parts.append(letters(x + cell - 5, y + 13, shown[row][column], "end", ink=ink))
     low = _noted(parts, grid, top + _LINE * len(grid.rows))
-    return _document(max(wide, 340 if title else 0), low + 8, parts)
+    return document(max(wide, 340 if title else 0), low + 8, parts)
 
 
 def _bars(grid: Grid, title: str) -> str:
@@ -71,24 +73,24 @@ def _bars(grid: Grid, title: str) -> str:
             fill, ink = colours.FAINT_BAR, colours.FAINT_INK
         x = middle if value > 0 else middle - long
         parts += [
-            _text(left - 6, y + 13, name, "end"),
+            letters(left - 6, y + 13, name, "end"),
             f'<rect x="{x:.1f}" y="{y + 2}" width="{long:.1f}" height="{_LINE - 5}" fill="{fill}"/>',
-            _text(middle + half + 8, y + 13, grid.number(value), ink=ink),
+            letters(middle + half + 8, y + 13, grid.number(value), ink=ink),
         ]
     low = top + _LINE * len(grid.rows)
     parts.append(f'<path d="M{middle} {top}V{low}" stroke="{colours.LINE}"/>')
-    return _document(wide, _noted(parts, grid, low) + 8, parts)
+    return document(wide, _noted(parts, grid, low) + 8, parts)
 
 
 def _noted(parts: list[str], grid: Grid, low: float) -> float:
     """Say below what grey means, where something is; the height of it all."""
     if not any(map(any, grid.faint or ())):
         return low
-    parts.append(_text(4, low + 17, GREY, ink=colours.FAINT_INK))
+    parts.append(letters(4, low + 17, GREY, ink=colours.FAINT_INK))
     return low + 20
 
 
-def _text(
+def letters(
     x: float,
     y: float,
     text: str,
@@ -98,6 +100,17 @@ def _text(
     bold: bool = False,
     extra: str = "",
 ) -> str:
+    """A text in a picture.
+
+    Args:
+        x: where.
+        y: where its line stands.
+        text: what it says.
+        anchor: which end is there: ``start``, ``middle``, ``end``.
+        ink: its colour.
+        bold: whether it is heavy.
+        extra: other attributes.
+    """
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink}"{weight}{extra} xml:space="preserve">'
@@ -105,7 +118,14 @@ def _text(
     )
 
 
-def _document(width: float, height: float, parts: list[str]) -> str:
+def document(width: float, height: float, parts: list[str]) -> str:
+    """A picture of some parts that loads nothing.
+
+    Args:
+        width: of all of it.
+        height: of all of it.
+        parts: what is in it.
+    """
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     back = f'<rect width="100%" height="100%" fill="{colours.PAPER}"/>'
     inside = "\n".join(parts)

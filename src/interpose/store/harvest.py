@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import torch
 import interpose
 from interpose.edits.edit import Edit
 from interpose.edits.saving import save_edits
-from interpose.engine.hooks import Engine, Hook, all_hooks
+from interpose.engine.hooks import Detector, Hook, all_hooks
 from interpose.errors import FileError, Unsupported
-from interpose.jobs.job import Worker, run
+from interpose.jobs.job import Worker, gpus_of, live_hooks, must_be_engine, must_travel, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
 from interpose.models.transformer import TransformerModel
@@ -43,7 +44,6 @@ from interpose.store.rows import row_length, texts_of
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
-from interpose.taps.context import current
 
 SEGMENT = 2**28
 """How many bytes a segment has, about, all sites together."""
@@ -99,6 +99,7 @@ def harvest(
         workers: how many processes hold the model, with ``ray``.
         progress: as in `sweep`; it counts tokens.
     """
+    must_be_engine(engine, workers)
     begun = begin(
         model,
         texts,
@@ -140,8 +141,9 @@ def begin(
     model = load(model) if isinstance(model, str) else model
     _must_be_ready(model)
     must_be_part(part)
-    live = _live(model, hooks, engine)
-    vectors = Vectors(model, site, dtype=dtype, hooks=all_hooks(hooks, (), ()))
+    given = all_hooks(hooks, (), ())
+    live = _live(model, given, engine)
+    vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
     folder = Path(store).absolute()
     there = _about_there(folder)
@@ -198,6 +200,8 @@ class Begun:
         """Do what is left."""
         folder = self.job.folder
         total = None if self.left is None else self.left.tokens
+        if self.job.name is not None and engine != "local":
+            self.job.vectors.model.root.to("cpu")  # workers load their own, and may need the place
         try:
             with Progress(progress, total, "token", note=self._note) as bar:
                 run(self.job, engine=engine, workers=workers, step=bar.step)
@@ -259,9 +263,44 @@ class Harvest:
         """Whether somebody has committed it by now."""
         return (self.folder / COMMITS / commit_name(shard.number)).exists()
 
+    def said(self, shard: Shard) -> str:
+        """What errors call it."""
+        return (
+            f"segment {shard.number} (texts {shard.first} to {shard.first + len(shard.items) - 1})"
+        )
+
+    def gpus(self) -> int | None:
+        """How many GPUs a worker takes: as the model does here, or one where each loads its own."""
+        return None if self.name else gpus_of(self.vectors.model.root)
+
+    def accept(self, shard: Shard, made: None) -> None:
+        """Nothing: what was made is in the store."""
+
     def worker(self) -> Worker[Shard]:
         """What makes segments, in this process."""
+        if not (self.folder / ABOUT).exists():
+            raise FileError(
+                f"a worker on {socket.gethostname()!r} does not see {str(self.folder)!r}. All machines of a cluster "
+                "need a folder that they share."
+            )
         return SegmentMaker(self.folder, self.about, self.vectors)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes are sent: no texts, which come with each shard, and no model that has a name."""
+        state = {**vars(self), "source": None}
+        return {**state, "vectors": None, "given": self.vectors.given} if self.name else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = state.pop("given", None)
+        vars(self).update(state)
+        if self.name:
+            model = load(self.name)
+            if fingerprint.of_model(model) != self.about.model:
+                raise FileError(
+                    f"{self.name!r} is another model on {socket.gethostname()!r} than where the harvest began. Put the "
+                    "same files there, or load the model first and give it instead of its name."
+                )
+            self.vectors = Vectors(model, **given)
 
 
 def _must_be_ready(model: TransformerModel) -> None:
@@ -316,18 +355,16 @@ def _hash_of(edits: list[Edit]) -> str | None:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _live(model: TransformerModel, hooks: Iterable[Any], engine: str) -> list[Hook]:
-    """Every hook that changes values while the harvest runs, in order."""
-    standing = [handle.hook for handle in model.list_hooks() if handle.hook.enabled]
-    scopes = [one for one in current().scopes if getattr(one, "model", None) is model]
-    around = [binding.hook for scope in scopes for binding in getattr(scope, "bindings", ())]
-    around = [hook for hook in around if not isinstance(hook, Engine) and hook.enabled]
-    if engine != "local" and (standing or around):
-        raise Unsupported(
-            "hooks that are on the model stay in this process, and with engine='ray' others run it. Give them as "
-            "hooks=[...]."
-        )
-    return [*standing, *around, *all_hooks(hooks, (), ())]
+def _live(model: TransformerModel, given: Iterable[Hook], engine: str) -> list[Hook]:
+    """Every hook that changes values while the harvest runs, in order; none that others would not have."""
+    if engine != "local":
+        must_travel(model, "Give them as hooks=[...].")
+        for hook in given:
+            if isinstance(hook, Detector):
+                raise Unsupported(
+                    f"with engine='ray', {hook.label} would keep what it finds in other processes. Look at the store."
+                )
+    return [*live_hooks(model), *given]
 
 
 def _said(hook: Hook) -> str:

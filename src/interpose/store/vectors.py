@@ -85,6 +85,7 @@ class Vectors:
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.model = model
+        self.given = {"site": site, "dtype": dtype, "hooks": list(hooks)}
         self.hooks = list(hooks)
         self.sites = _checked(model, site)
         self._names = [one.name for one in self.sites]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,3 +83,16 @@ def acts_of(model: TransformerModel, item: Any) -> list[SiteAct]:
         )
     wanted: Any = vars(hook).get("site")
     return [SiteAct(hook, site) for site, _ in model.select(wanted)] if hook.enabled else []
+
+
+def by_itself(several: Sequence[Sequence[SiteAct]]) -> tuple[str, str] | None:
+    """The plan of variants of which one looks at another site of its own run, and why; else None.
+
+    Args:
+        several: what all variants do, and what each does.
+    """
+    for act in itertools.chain(*several):
+        condition = getattr(act.hook, "when", None)
+        if condition is not None and condition.where is not None:
+            return "one per cell", f"{act.hook!r} looks at another site of its own run"
+    return None

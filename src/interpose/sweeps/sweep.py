@@ -13,12 +13,14 @@ from torch import Tensor
 from interpose.edits.attention import knockout
 from interpose.edits.edit import Edit
 from interpose.errors import Cancelled, Unsupported
+from interpose.jobs.job import must_be_engine, must_travel, run
 from interpose.models.discovery.anatomy import Tower
 from interpose.models.selection import Some
 from interpose.progress import Progress, ShowProgress
 from interpose.sweeps.answers import others_look
 from interpose.sweeps.cells import Cell
-from interpose.sweeps.execution import PLANS, Task, run
+from interpose.sweeps.examples_job import BatchesJob
+from interpose.sweeps.execution import PLANS, Task
 from interpose.sweeps.extent import Extent
 from interpose.sweeps.metrics import Metric, as_metric, kept_by, label
 from interpose.sweeps.planning import Sizes, Tally
@@ -50,6 +52,8 @@ def sweep(
     prepend_bos: bool | None = None,
     batch_size: int = 16,
     max_rows: int | None = None,
+    engine: str = "local",
+    workers: int | None = None,
     progress: ShowProgress = True,
 ) -> SweepResult:
     """Change a model at one place after another, and measure each time.
@@ -86,9 +90,15 @@ def sweep(
         prepend_bos: as in ``to_tokens``, for texts.
         batch_size: how many examples run together, at most: of long texts as many as fit in memory.
         max_rows: how many rows, at most; by default as many as fit in memory. A place's examples stay together.
+        engine: ``local`` for this process, or ``ray`` for a cluster (or all cores of this machine), whose processes
+            share the batches of examples: see docs/scale.md.
+        workers: how many processes hold the model, with ``ray``.
         progress: True for a bar; or a function of how many rows are done of how many: False ends with `Cancelled`,
             whose ``result`` has the places that are done, and NaN for the others.
     """
+    must_be_engine(engine, workers)
+    if engine != "local":
+        must_travel(model, "Take them off; edit=... makes the sweep's own.")
     task = _Sweep(
         model=model,
         extent=Extent(
@@ -113,7 +123,9 @@ def sweep(
         align=align,
         together=task.extent.by_position,
     )
-    return task.run(parts, progress, several=isinstance(metric, Mapping))
+    return task.run(
+        parts, progress, several=isinstance(metric, Mapping), engine=engine, workers=workers
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +168,15 @@ class _Sweep:
 
     # Runs.
 
-    def run(self, parts: Sequence[Batch], progress: ShowProgress, *, several: bool) -> SweepResult:
+    def run(
+        self,
+        parts: Sequence[Batch],
+        progress: ShowProgress,
+        *,
+        several: bool,
+        engine: str,
+        workers: int | None,
+    ) -> SweepResult:
         """Run all batches of examples."""
         tower = self._tower()
         lengths = sorted({part.length for part in parts})
@@ -169,15 +189,11 @@ class _Sweep:
         fixed = self.extent.fixed(lengths[0])
         cells = self.extent.cells(axes, fixed)
         total = sum(len(part.numbers) for part in parts)
-        tally = Tally()
-        task = self._task(tower, cells, total, tally)
-        found = []
+        job = BatchesJob(self._task(tower, cells, total), parts)
         with Progress(progress, len(cells) * total, keeps=True) as bar:
-            for part in parts:
-                found.append(run(task, part, functools.partial(_goes_on, bar)))
-                if bar.ended is not None:
-                    break
-        numbers = [number for part in parts[: len(found)] for number in part.numbers]
+            run(job, engine=engine, workers=workers, step=functools.partial(_goes_on, bar, job))
+        found = list(job.found.values())
+        numbers = [number for place in job.found for number in parts[place].numbers]
 
         def of_all(name: str, missing: float = torch.nan) -> Tensor:
             some = torch.cat([getattr(one, name) for one in found], -1)
@@ -197,7 +213,7 @@ class _Sweep:
                 clean=clean[at],
                 corrupt=None if parts[0].corrupt is None else corrupt[at],
                 patch=self.patch,
-                tally=tally,
+                tally=job.tally,
                 noise=noise[at],
                 tokens=self._tokens(parts),
                 sites=tuple(self.extent.sites),
@@ -223,7 +239,7 @@ class _Sweep:
             raise Unsupported(f"no sweep can run on {self.model.tree.label}: {why}.")
         return found
 
-    def _task(self, tower: Tower, cells: list[Cell], total: int, tally: Tally) -> Task:
+    def _task(self, tower: Tower, cells: list[Cell], total: int) -> Task:
         return Task(
             model=self.model,
             tower=tower,
@@ -234,7 +250,7 @@ class _Sweep:
             plan=self.plan,
             max_rows=self.max_rows,
             total=total,
-            tally=tally,
+            tally=Tally(),
             sizes=Sizes.of(self.model),
             whole_logits=others_listen(self.model)
             or others_look(self.model, {cell.site for cell in cells}),
@@ -248,14 +264,15 @@ class _Sweep:
         return [self.model.to_single_str_token(token) for token in row]
 
 
-def _goes_on(bar: Progress, count: int) -> bool:
+def _goes_on(bar: Progress, job: BatchesJob, count: int) -> bool:
     """Tell how many more rows are done; whether the sweep is to go on."""
     try:
         bar.step(count)
     except Cancelled as error:
         if error is not bar.ended:
             raise
-    return bar.ended is None
+    job.ended = bar.ended is not None
+    return not job.ended
 
 
 def _together(model: TransformerModel, size: int) -> int:

@@ -24,7 +24,7 @@ from interpose.sweeps.cells import Row, acted
 from interpose.sweeps.execution import plan_of
 from interpose.sweeps.metrics import Examples, Measure, Metric, as_metric, function
 from interpose.sweeps.narrowing import Filled, Looks, looked_at
-from interpose.sweeps.placed import Placed, SiteAct, acts_of
+from interpose.sweeps.placed import Placed, SiteAct, acts_of, by_itself
 from interpose.sweeps.planning import Sizes, Tally
 from interpose.sweeps.proof import others_listen, prove, tower_of
 from interpose.sweeps.reference import refer, wanted_logits
@@ -188,7 +188,7 @@ class VariantRuns:
         own = list(map(self._acts_of, self.variants))
         firsts = [min((act.layer for act in acts), default=self.layers - 1) for acts in own]
         cells = [Placed.of(*pair) for pair in zip(firsts, own)]
-        plan, why = plan_of(model, cells, "auto", prove(model))
+        plan, why = by_itself([shared, *own]) or plan_of(model, cells, "auto", prove(model))
         outside = [site.name for site in self.sites if site.layer is None]
         if plan == "wavefront":
             plan, why = ("batches", f"{outside[0]} is in no block") if outside else (plan, "")

@@ -35,7 +35,7 @@ def plan_writers(model: TransformerModel) -> Writers:
     for tower in anatomy.towers:
         for block in tower.blocks:
             _check_readers(block)
-            for endpoint in _writers(block):
+            for endpoint in writers_of(block).values():
                 check_alone(model, endpoint)
                 maps.setdefault(id(endpoint.module), endpoint)
         if tower.final_norm is None:
@@ -78,18 +78,22 @@ def _check_centred(norm: Norm) -> None:
         )
 
 
-def _writers(block: Block) -> list[Endpoint]:
-    """The linear maps that write to the stream in one block."""
+def writers_of(block: Block) -> dict[str, Endpoint]:
+    """The linear maps that write to the stream in one block, by the names of what they write: ``hook_mlp_out``.
+
+    Args:
+        block: as it was found.
+    """
     found: dict[str, Endpoint | None] = {f"hook_{a.name}_out": a.out for a in block.attentions}
     if block.mlp is not None:
         if block.mlp.experts is not None or block.mlp.router is not None:
             raise Unsupported(f"{block.mlp.path} is a mixture of experts: many maps write there.")
         found["hook_mlp_out"] = block.mlp.down
     added = [name for _, names, _ in block.sums for name in names]
-    endpoints = [found.get(name) for name in added]
-    if not added or None in endpoints:
+    endpoints = {name: found.get(name) for name in added}
+    if not added or None in endpoints.values():
         raise Unsupported(f"it is not known which linear maps write to the stream in {block.path}.")
-    return [endpoint for endpoint in endpoints if endpoint is not None]
+    return {name: endpoint for name, endpoint in endpoints.items() if endpoint is not None}
 
 
 def centre_writers(writers: Writers) -> None:
