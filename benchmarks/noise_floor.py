@@ -3,7 +3,8 @@
 Sweeps in bfloat16 and float16, against a sweep in float32 of the same weights. An effect whose sign is wrong should be
 within the noise floor. Of each precision of the logits a line says: the floor, how many of the effects that are not
 zero are within it, how many signs are wrong within and beyond it, the largest effect of a wrong sign, how far those
-within it are off, and how far apart plans are (of the first pair of texts). A model is ``pocket`` or a folder.
+within it are off, and how far apart plans are (of the first pair of texts). Then the same of methods that are variants
+of one run. A model is ``pocket`` or a folder.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ PAIRS: dict[str, list[tuple[str, str, Any, Any]]] = {
     ],
 }
 SITES = {"resid_pre": "pos", "attn_out": "pos", "mlp_out": "pos", "z": "head"}
+METHODS = ("paths", "knockouts", "tracing")
 PLANS = ("wavefront", "batches", "one per cell")
 
 
@@ -54,12 +56,16 @@ def main() -> None:
         short = copy.deepcopy(model.module).to(given.device, dtype).eval()
         exact = copy.deepcopy(short).float()
         tokenizer = model.tokenizer
-        found = list(_effects(*(ip.wrap(one, tokenizer=tokenizer) for one in (short, exact)), name))
+        both = [ip.wrap(one, tokenizer=tokenizer) for one in (short, exact)]
+        found = list(_effects(*both, name))
         for precision in dict.fromkeys(line[0] for line in found):
             print(f"{name}, {str(dtype).removeprefix('torch.')}, logits in {precision}:")
             mine = [line[1:] for line in found if line[0] == precision]
             for site in SITES:
                 _line(site, [line[1:] for line in mine if line[0] == site])
+        print(f"{name}, {str(dtype).removeprefix('torch.')}, methods:")
+        for method in METHODS:
+            _line(method, list(_of_method(*both, name, method)))
 
 
 def _effects(short: Any, exact: Any, name: str) -> Iterator[tuple[Any, ...]]:
@@ -89,6 +95,26 @@ def _effects(short: Any, exact: Any, name: str) -> Iterator[tuple[Any, ...]]:
                         wanted[there],
                         max(apart, default=0.0),
                     )
+
+
+def _of_method(short: Any, exact: Any, name: str, method: str) -> Iterator[tuple[Any, ...]]:
+    """Of each pair: floor, effects, those in float32."""
+    for clean, corrupt, answer, instead in PAIRS.get(name, PAIRS["other"]):
+        if answer is None:
+            with torch.no_grad():
+                answer, instead = exact(clean)[0, -1].topk(2).indices.tolist()
+        said = {"metric": ip.metrics.logit_difference(answer, instead), "progress": False}
+        found, wanted = (
+            ip.path_patching(model, clean, corrupt, **said)
+            if method == "paths"
+            else ip.attention_knockout(model, clean, query=-1, over=("layer", "key"), **said)
+            if method == "knockouts"
+            else ip.causal_tracing(model, clean, subject=[1, 2], samples=4, **said)
+            for model in (short, exact)
+        )
+        there = wanted.values.flatten() != 0
+        effects = [scores.values.flatten()[there] for scores in (found, wanted)]
+        yield found.noise_floor, *effects, 0.0
 
 
 def _line(site: str, found: list[tuple[float, torch.Tensor, torch.Tensor, float]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 # Workers share the cores: more threads than cores make all of them crawl. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,9 +42,11 @@ def copies_at_odd_addresses() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=BY_ROWS)
-def kernels_that_round_by_rows() -> Iterator[None]:
+def kernels_that_round_by_rows(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a run gives moves in its last bits with the number of its rows and positions."""
-    with rounding_by_rows():
+    # TorchScript reads these functions as code, and sharded tensors know them by what they are.
+    as_they_are = any(word in request.node.name for word in ("torchscript", "sharded"))
+    with nullcontext() if as_they_are else rounding_by_rows():
         yield
 
 

@@ -48,11 +48,17 @@ KEPT: dict[str, str] = {
     "tests/experiments/test_hostile_files.py::test_no_text_of_many_experiments_becomes_code": "",
     "tests/sites/test_hostile_names.py::test_listing_many_sites_goes_through_them_once": "1000",
     "tests/results/test_hostile_results.py::test_no_text_of_a_result_is_obeyed": "12",
+    "tests/sae/test_training.py::test_however_often_it_is_killed_it_ends_as_one_that_was_not": "",
     "tests/files/test_fuzz.py::test_files_of_experiments_and_edits_are_read_or_refused": "0",
     "tests/models/test_models.py::test_a_fresh_check_gives_the_row_on_the_page": (
         "llama falcon bloom mixtral mamba t5 vit"
     ),
+    "tests/store/test_hostile_stores.py::test_stores_are_read_or_refused": "0",
+    "tests/sae/test_hostile_files.py::test_files_of_autoencoders_are_read_or_refused": (
+        "saelens/topk saelens/before_6 learned/topk learned/cross llama/old"
+    ),
     "tests/models/test_check.py::test_every_promise_holds": "llama bloom",
+    "tests/models/test_spread.py::test_two_processes_with_half_of_the_heads_each_see_the_same_stream": "",
     "tests/models/test_batches.py::test_every_request_is_as_by_itself": "llama gpt2 mixtral",
     "tests/models/test_batches.py::test_an_edit_does_what_it_does_in_generate": "llama",
     "tests/jobs/test_ray.py::test_workers_killed_at_random_moments_leave_the_same_bytes": "3",

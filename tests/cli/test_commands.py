@@ -37,6 +37,8 @@ COMMANDS = [
     "store verify",
     "store export",
     "store import",
+    "sae train",
+    "sae eval",
 ]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
@@ -62,7 +64,7 @@ def arguments(command: str, folder: Path) -> list[str]:
             path
         )
         return ["run", str(path), "--device", "cpu"]
-    if command == "harvest" or command.startswith("store"):
+    if command == "harvest" or command.startswith(("store", "sae")):
         (folder / "texts.txt").write_text("The cat\nThe old dog\n")
         words = ["harvest", "pocket", "texts.txt", "--site", "resid_post,z", "--layer", "0,-1"]
         words += ["--store", "there", "--device", "cpu"]
@@ -72,6 +74,13 @@ def arguments(command: str, folder: Path) -> list[str]:
             as_mi_crow(folder / "run", {"layer": [torch.ones(2, 4)]}, batch=1)
             return [*command.split(), "run", "--store", "there"]
         assert asked(*words).exit_code == 0
+        if command == "sae train":
+            sizes = ["--latents", "16", "--k", "2", "--steps", "3", "--batch-size", "4"]
+            more = ["--site", "blocks.0.hook_resid_post", "--without-first", "--device", "cpu"]
+            return ["sae", "train", "there", "sae", *sizes, *more]
+        if command == "sae eval":
+            sites = ["--site", "blocks.6.hook_resid_post", "--device", "cpu"]
+            return ["sae", "eval", "pocket", "there", *sites, "--model", "pocket"]
         more = {"store ls": [], "store export": ["there", "out", "--format", "npy"]}
         return [*command.split(), *more.get(command, ["there"])]
     given = {
@@ -87,8 +96,12 @@ def arguments(command: str, folder: Path) -> list[str]:
 
 def test_commands_share_their_options_word_for_word() -> None:
     group: Any = get_command(app)
-    stores = group.commands.pop("store")
-    there = dict(group.commands) | {f"store {name}": one for name, one in stores.commands.items()}
+    inner = {name: group.commands.pop(name) for name in ("store", "sae")}
+    there = dict(group.commands) | {
+        f"{name} {command}": one
+        for name, commands in inner.items()
+        for command, one in commands.commands.items()
+    }
     assert list(there) == COMMANDS
     helps = {}
     for name, command in there.items():
@@ -198,6 +211,9 @@ def test_a_check_that_fails_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> No
         (["harvest", "pocket", "x", "--site", "z", "--store", "s", "--part", "4"], "such as 0/4"),
         (["store", "info", "."], "there is no store in '.'"),
         (["store", "ls", "nowhere"], "interpose store ls: there is no folder 'nowhere'"),
+        (["sae", "train", "no", "x", "--latents", "4"], "--k says how many latents fire"),
+        (["sae", "train", "no", "x", "--latents", "4", "--k", "2"], "there is no store in 'no'"),
+        (["sae", "eval", "no", "no"], "there is no store in 'no'"),
         (["demo", "--clean", "x"], "--clean and --corrupt go together"),
         (["run"], "Missing argument"),
         (["sweep", "--patch", "both"], "'both' is not one of"),

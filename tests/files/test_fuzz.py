@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import interpose as ip
-
-ODD: tuple[Any, ...] = (
-    None, True, 0, -1, 10**12, 10**30, 0.5, 1e308, "", "z", "\ud800", "\x1b[2J", "*" * 200, [], [[]], [1, "a"], {},
-    {"slice": [0, 10**12, None]}, {"range": [0, 10**12, 1]}, {"regex": "(a*)*", "flags": 0}, {"tensor": "x"},
-    {"tensor": {"dtype": "int8", "shape": [10**9], "base64": ""}}, {"tuple": [1]}, {"ellipsis": True},
-    {"float": "nan"}, {"mapping": [["a", 1]]}, {"cache": {}, "aliases": {}, "calls": {}},
-    {"excluded": [{}]}, {"rotation": {"tensor": "x"}}, {"type": "zero", "site": "z"}, {"type": "at"},
-)  # fmt: skip
-
-
-def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inner = (
-        data.items()
-        if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
-    )
-    return [path, *(place for key, value in inner for place in places(value, (*path, key)))]
-
-
-def changed(data: Any, draw: random.Random) -> Any:
-    data = copy.deepcopy(data)
-    for _ in range(draw.choice((1, 1, 2, 4))):
-        path = draw.choice(places(data)[1:] or [()])
-        if not path:
-            return draw.choice(ODD)
-        inner = data
-        for key in path[:-1]:
-            inner = inner[key]
-        if draw.random() < 0.2:
-            del inner[path[-1]]
-        else:
-            inner[path[-1]] = copy.deepcopy(draw.choice(ODD))
-    return data
+from tests.files.changes import changed
 
 
 def edits() -> list[ip.Edit]:

@@ -68,6 +68,23 @@ def test_clip_has_its_sites_without_a_probe_of_ones_own() -> None:
     assert not torch.equal(edited.logits_per_image, bare.logits_per_image)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ending"), [("resid_post", "hook_resid_post"), ("z", "attn.hook_z")]
+)
+@pytest.mark.parametrize("layer", [0, None, "kept"])
+def test_a_kind_that_several_towers_have_is_asked_for_by_tower(
+    kind: str, ending: str, layer: Any
+) -> None:
+    model = clip()
+    given: dict[str, Any] = {"input_ids": TOKENS, "pixel_values": PIXELS}
+    with pytest.raises(ip.NothingMatched) as caught:  # noqa: PT012
+        if layer == "kept":
+            model.run_with_cache(**given, names_filter=kind)
+        model.run_with_hooks(**given, hooks=[ip.zero(kind, layer=layer)])
+    for tower in ("vision", "encoder_0"):
+        assert repr(f"{tower}.blocks.*.{ending}") in str(caught.value)
+
+
 def test_a_failed_probe_of_a_missing_attribute_says_what_failed() -> None:
     model = clip()
 
@@ -120,6 +137,25 @@ METHODS: dict[str, Callable[[Any, Any], Any]] = {
     "max_activating": lambda m, x: ip.max_activating(m, x, layer=0, **QUIET),
     "probe": lambda m, x: ip.probe(m, x, [0, 1], **QUIET),
     "saliency": lambda m, x: ip.saliency(m, x, metric=METRIC),
+    "attention_knockout": lambda m, x: ip.attention_knockout(
+        m, x, metric=METRIC, query=-1, key=1, **QUIET
+    ),
+    "attention_patterns": lambda m, x: ip.attention_patterns(m, x[:1]),
+    "alignment_search": lambda m, x: ip.alignment_search(m, x, x, answer=[1, 2], layer=0, **QUIET),
+    "causal_tracing": lambda m, x: ip.causal_tracing(m, x[:1], subject=[1], answer=1, **QUIET),
+    "compare_prompts": lambda m, x: ip.compare_prompts(m, x, x, answer=1),
+    "direct_logit_attribution": lambda m, x: ip.direct_logit_attribution(m, x, answer=1),
+    "function_vector": lambda m, x: ip.function_vector(m, x, head=[(0, 1)]),
+    "gradient_times_activation": lambda m, x: ip.gradient_times_activation(m, x, metric=METRIC),
+    "integrated_gradients": lambda m, x: ip.integrated_gradients(m, x, metric=METRIC),
+    "measure": lambda m, x: ip.measure(m, x, METRIC),
+    "patchscope": lambda m, x: ip.patchscope(m, x[:1], x[:1]),
+    "path_patching": lambda m, x: ip.path_patching(m, x, x.flip(0), metric=METRIC, **QUIET),
+    "run_variants": lambda m, x: ip.run_variants(
+        m, x, [ip.Variant([ip.zero("z", layer=0)])], metric=METRIC, **QUIET
+    ),
+    "stream": lambda m, x: ip.stream(m, x, ("resid_post", 0)),
+    "TunedLens": lambda m, x: ip.TunedLens.fit(m, x, **QUIET),
 }
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import interpose as ip
 from interpose.models.transformer import TransformerModel
 from tests.models import tiny
+from tests.peak import peak_of
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
@@ -98,39 +95,6 @@ def test_ratios_are_to_the_gradient_of_the_last_block_and_not_to_a_scale() -> No
     scales = [row for row in explicit.rows if row.site.endswith("hook_scale")]
     assert scales
     assert all(row.ratio is None for row in scales)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at once, by their storages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self.seen:
-                    self.seen.add(key)
-                    self.now += size
-                    self.most = max(self.most, self.now)
-                    weakref.finalize(storage, self.gone, key, size)
-        return made
-
-    def gone(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
-
-
-def peak_of(run: Any) -> int:
-    gc.collect()
-    with Peak() as peak:
-        run()
-    return peak.most
 
 
 def test_it_takes_at_most_about_twice_the_memory_of_forward_and_backward() -> None:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpose as ip
+from interpose.sae.training.dead import resample
+from interpose.sae.training.learner import Learner
 from interpose.sae.training.losses import losses
+from interpose.sae.training.sources import InMemory
+from interpose.store.pools import PooledBatches
 from tests.bounds import assert_near
-from tests.sae.oracles import KINDS, made
+from tests.sae.oracles import KINDS, codes_of, made, output_of
+from tests.sae.vectors import mixed
 
 RECIPE = ip.SAERecipe(aux=0.7, aux_k=2)
 COST = 0.3
 QUIET: dict[str, Any] = {"progress": False, "device": "cpu"}
-
-
-def mixed(count: int, features: int = 20, width: int = 8, seed: int = 0) -> Tensor:
-    """Vectors that are sums of few of some directions, away from zero."""
-    draw = torch.Generator().manual_seed(seed)
-    rows = torch.nn.functional.normalize(
-        torch.randn(features, width, generator=torch.Generator().manual_seed(99)), dim=-1
-    )
-    some = torch.rand(count, features, generator=draw) < 0.08
-    return (torch.rand(count, features, generator=draw) + 0.5) * some @ rows + 0.5
 
 
 def dense_loss(sae: Any, x: Tensor, y: Tensor, dead: list[int]) -> Tensor:
@@ -168,9 +168,6 @@ class Halves:
         self.vectors = vectors
 
     def batches(self, site: Any = None, **options: Any) -> Any:
-        from interpose.sae.training.sources import InMemory
-        from interpose.store.pools import PooledBatches
-
         inner = PooledBatches(InMemory(self.vectors), shuffle=True, **options)
         return Split(inner)
 
@@ -254,3 +251,223 @@ def test_what_was_ended_goes_on_to_the_bit(tmp_path: Path, dtype: torch.dtype) -
         ip.FileError, match="another training: its steps is 40, and 41 is asked for"
     ):
         ip.train_sae(x, saes(), folder=tmp_path / "ended", **{**options, "steps": 41})
+
+
+def test_however_often_it_is_killed_it_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.sae.training_killed", str(tmp_path), "6", "0"]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "6 kills\n"
+    assert not [
+        path for path in tmp_path.rglob(".*") if path.is_file()
+    ]  # nor anything half written
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensors of numbers that are made, and how many of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else [found]:
+            fresh = isinstance(one, Tensor) and one.numel() >= self.size and "view" not in str(func)
+            if fresh and not any(one is other for other in args):
+                self.made.append(str(func))
+        return found
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_no_dense_codes_are_made_in_a_step(kind: str) -> None:
+    """One tensor [vector, latent] has what each latent is given; a plain step makes five and more of that size."""
+    sae = getattr(ip, kind)(8, 512, **KINDS[kind]).train()
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    with Largest(256 * 512) as largest:
+        losses(sae, x, x, recipe=RECIPE, cost=0.0, dead=None).loss.backward()
+    assert largest.made
+    few = {"TopKSAE": 1, "AbsTopKSAE": 2, "BatchTopKSAE": 2, "MatryoshkaSAE": 2}[kind]
+    assert len(largest.made) <= few, largest.made
+    with Largest(256 * 512) as plain:
+        sae(x).square().sum().backward()
+    assert len(plain.made) > few
+
+
+def test_what_is_said_is_what_it_is_called(tmp_path: Path) -> None:
+    """Loss, explained variance, latents that fire and dead ones of each record, from every batch by hand."""
+    x = mixed(640)
+    twin, sae = (ip.TopKSAE(8, 32, k=2) for _ in range(2))
+    recipe = ip.SAERecipe(dead_after=200, aux=0.0)
+    options: dict[str, Any] = {"batch_size": 64, "recipe": recipe, "say_every": 3, **QUIET}
+    found = ip.train_sae(x, sae, steps=9, **options)
+    learner = Learner(twin, recipe, steps=9, dtype=torch.float32, seed=0)
+    since = torch.zeros(32)
+    seen: list[tuple[Tensor, Tensor, float]] = []
+    records = []
+    batches = PooledBatches(InMemory(x), batch_size=64, shuffle=True, seed=0, epochs=None)
+    for number in range(9):
+        batch = next(batches)["values"]
+        if not number:
+            learner.begin(batch, batch, 64)
+        assert learner.scales is not None
+        scaled = batch * learner.scales[0]
+        codes = codes_of(twin, scaled).detach()
+        out = output_of(twin, codes, scaled).detach()
+        seen.append((scaled, out, float((codes != 0).sum())))
+        since = torch.where((codes != 0).any(0), 0, since + 64)
+        learner.step(batch, batch, number)
+        if number % 3 == 2:
+            wanted, made_ = (torch.cat([one[part] for one in seen]) for part in (0, 1))
+            error = (made_ - wanted).square().sum()
+            records.append(
+                {
+                    "mse": float(error / len(wanted)),
+                    "explained_variance": float(
+                        1 - error / (wanted - wanted.mean(0)).square().sum()
+                    ),
+                    "l0": sum(one[2] for one in seen) / len(wanted),
+                    "dead": float((since >= 200).float().mean()),
+                }
+            )
+            seen = []
+    assert any(0 < one["dead"] < 1 for one in records)
+    assert len(found.history) == 3
+    for said, by_hand in zip(found.history, records):
+        for name, number_ in by_hand.items():
+            assert_near(said[name], number_, 30.0)
+        assert_near(said["loss"], said["mse"], 30.0)
+
+
+def test_rows_keep_their_norms_and_vectors_their_units() -> None:
+    x = mixed(2000) * 40 + 7
+    sae = ip.TopKSAE(8, 32, k=2)
+    found = ip.train_sae(x, sae, steps=60, batch_size=128, **QUIET)
+    norms = sae.W_dec.norm(dim=-1)
+    assert_near(norms, norms[0].expand_as(norms))
+    with torch.no_grad():
+        explained = 1 - (sae(x) - x).square().sum() / (x - x.mean(0)).square().sum()
+    assert float(explained) == pytest.approx(found.last["explained_variance"], abs=0.1)
+    assert explained > 0.3
+    before = sae(x).detach()
+    ip.train_sae(x, sae, steps=1, batch_size=128, recipe=ip.SAERecipe(learning_rate=1e-12), **QUIET)
+    assert_near(sae(x), before, 1000.0)  # it goes on from where it was, not anew
+
+
+def test_dead_latents_begin_anew_where_vectors_are_explained_badly() -> None:
+    x = mixed(1000)
+    sae = ip.StandardSAE(8, 16)
+    learner = Learner(sae, ip.SAERecipe(dead_after=100), steps=100, dtype=torch.float32, seed=0)
+    learner.begin(x, x, 100)
+    learner.step(x, x, 0)
+    learner.dead.since[[3, 5]] = 100
+    errors, residual = torch.zeros(1000), torch.randn(1000, 8)
+    errors[17] = 1.0  # the only one that is drawn
+    before = {name: one.clone() for name, one in sae.state_dict().items()}
+    kept = learner.norms[[3, 5]]
+    count = resample(sae, learner.optimizer, learner.dead, x, errors, residual, seed=0, step=1)
+    assert count == 2
+    other = [latent for latent in range(16) if latent not in (3, 5)]
+    for latent in (3, 5):
+        along = torch.nn.functional.cosine_similarity(sae.W_dec[latent], residual[17], dim=0)
+        assert_near(along, 1.0)
+        assert_near(
+            torch.nn.functional.cosine_similarity(sae.W_enc[:, latent], residual[17], dim=0), 1.0
+        )
+    assert_near(sae.W_dec[[3, 5]].norm(dim=-1), kept[:, 0])
+    size = 0.2 * before["W_enc"][:, other].norm(dim=0).mean()
+    assert_near(sae.W_enc[:, [3, 5]].norm(dim=0), size.expand(2))
+    assert torch.equal(sae.W_dec[other], before["W_dec"][other])
+    assert torch.equal(sae.W_enc[:, other], before["W_enc"][:, other])
+    moments = learner.optimizer.state[sae.W_enc]["exp_avg"]
+    assert not moments[:, [3, 5]].any()
+    assert bool(moments[:, other].any())
+    assert not learner.dead.since[[3, 5]].any()
+
+
+def test_a_wanted_number_of_latents_is_reached() -> None:
+    x = mixed(4000)
+    recipe = ip.SAERecipe(l0=2.0, sparsity=0.5, learning_rate=1e-2)
+    saes = [ip.StandardSAE(8, 32), ip.JumpReLUSAE(8, 32)]
+    found = ip.train_sae(x, saes, steps=300, batch_size=128, recipe=recipe, **QUIET)
+    without = ip.SAERecipe(sparsity=0.01, learning_rate=1e-2)
+    free = [ip.StandardSAE(8, 32), ip.JumpReLUSAE(8, 32)]
+    dense = ip.train_sae(x, free, steps=60, batch_size=128, recipe=without, **QUIET)
+    for number in range(2):
+        assert 1.4 < found.of(number)[-1]["l0"] < 2.8, found.of(number)[-1]
+        assert dense.of(number)[-1]["l0"] > 3
+
+
+def test_it_ends_when_told_to_and_hands_over_what_there_is() -> None:
+    x = mixed(1000)
+    options: dict[str, Any] = {"steps": 50, "batch_size": 64, "say_every": 1, **QUIET}
+    found = ip.train_sae(x, ip.TopKSAE(8, 16, k=2), watch=lambda said: said["step"] < 7, **options)
+    assert len(found.history) == 7
+    assert found.protocol["ended"] == "watch said so"
+    still = ip.SAERecipe(learning_rate=1e-9)
+    found = ip.train_sae(x, ip.TopKSAE(8, 16, k=2), patience=4, recipe=still, **options)
+    assert 5 <= len(found.history) < 12
+    assert found.protocol["ended"] == "no better in 4 records"
+    options["progress"] = lambda done, total: done < 3
+    with pytest.raises(ip.Cancelled) as ended:
+        ip.train_sae(x, ip.TopKSAE(8, 16, k=2), **options)
+    assert len(ended.value.result.history) == 3
+    batches = PooledBatches(InMemory(x), batch_size=64, shuffle=True, seed=0, epochs=1)
+    with pytest.warns(UserWarning, match="ends after 16 of 50 steps: the source had 16 batches"):
+        ip.train_sae(batches, ip.TopKSAE(8, 16, k=2), steps=50, **QUIET)
+
+
+MISTAKES: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (ip.TopKSAE(8, 16, k=2), {"steps": 0}, ValueError, "steps and batch_size are 1 or more; got 0"),
+    (
+        ip.TopKSAE(9, 16, k=2),
+        {},
+        ip.EditShapeError,
+        "has d_in 9, and the vectors of 'values' have 8",
+    ),
+    ("topk", {}, TypeError, "sae is an autoencoder such as ip.TopKSAE"),
+    ([], {}, ValueError, "give at least one autoencoder, and none twice"),
+    (ip.TopKSAE(8, 16, k=2), {"site": "resid"}, ip.SiteNotFound, "'resid' is not in these batches"),
+    (ip.TopKSAE(8, 16, k=2, d_out=8), {}, TypeError, "is a transcoder: say which site it writes"),
+    (ip.TopKSAE(8, 16, k=2), {"dtype": torch.int8}, ValueError, "dtype is one of torch.float32"),
+    (ip.TopKSAE(8, 16, k=2), {"recipe": []}, ValueError, "1 autoencoders and 0 recipes"),
+    (
+        ip.TopKSAE(8, 16, k=2),
+        {"recipe": ip.SAERecipe(l0=3)},
+        ValueError,
+        "says itself how many latents",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("sae", "options", "kind", "said"), MISTAKES, ids=lambda one: str(one)[:20]
+)
+def test_mistakes_say_what_to_write(
+    sae: Any, options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(said)):
+        ip.train_sae(mixed(100), sae, **{"steps": 2, **options, **QUIET})
+
+
+def test_recipes_are_refused_that_mean_nothing() -> None:
+    for options in (
+        {"centre": "middle"}, {"warm_up": 0.9, "decay": 0.2}, {"learning_rate": 0.0}, {"aux": -1.0}
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(options))):
+            ip.SAERecipe(**options)
+
+
+def test_vectors_that_are_no_numbers_end_it() -> None:
+    x = mixed(500)
+    x[77] = torch.nan
+    sae = ip.TopKSAE(8, 16, k=2)
+    with pytest.raises((FloatingPointError, ValueError), match=r"nan"):
+        ip.train_sae(x, sae, steps=20, batch_size=50, say_every=1, **QUIET)

@@ -25,6 +25,7 @@ from interpose.cli.options import (
     several,
     told,
 )
+from interpose.cli.sae import saes
 from interpose.cli.size import size
 from interpose.cli.steer import steer
 from interpose.cli.store import harvest, stores
@@ -192,6 +193,7 @@ def run(
 app.command()(told(harvest))
 app.command()(told(size))
 app.add_typer(stores, name="store")
+app.add_typer(saes, name="sae")
 
 
 @app.command()

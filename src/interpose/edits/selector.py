@@ -282,13 +282,18 @@ def _in_layers(
         return tree.select(sites)
     is_kind = isinstance(sites, str) and not is_glob(sites) and not names.looks_semantic(sites)
     if is_kind and tree.spelling is not None:
-        numbers = _layers(layer, len(list(_numbers(tree))), label)
+        count = len(list(_numbers(tree)))
+        if not count:
+            return tree.select(sites)  # which says where layers are
+        numbers = _layers(layer, count, label)
         if layer != "all" and not isinstance(layer, slice):
             return [pair for number in numbers for pair in tree.select((sites, number))]
         found = tree.select(sites)
         return [pair for pair in found if layer_of(pair[0].canonical) in numbers]
     found = tree.select(sites)
     there = {layer_of(site.canonical) for site, _ in found} - {None}
+    if not there:
+        raise IndexError(f"{label}: {sites!r} is in no numbered layer. Leave layer= out.")
     numbers = _layers(layer, max((n for n in there if n is not None), default=-1) + 1, label)
     missing = set() if isinstance(layer, (str, slice)) else set(numbers) - there
     left = [pair for pair in found if layer_of(pair[0].canonical) in numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,6 +90,55 @@ def read_tensors(
     ):
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return tensors, dict(opened.metadata() or {})
+
+
+def read_torch(path: str | Path, *, pickles: bool = False, otherwise: str = "") -> Any:
+    """What a file of ``torch.save`` holds: tensors, texts, numbers, lists and dictionaries of them.
+
+    Args:
+        path: a regular file.
+        pickles: whether it may hold more than that, and run any program when it is read.
+        otherwise: a sentence that says how to ask for that.
+    """
+    import pickle
+
+    import torch
+
+    file = regular_file(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(file, map_location="cpu", weights_only=not pickles)
+    except pickle.UnpicklingError as error:
+        if pickles:
+            raise FileError(
+                f"{str(path)!r} is not a file of torch: {shown(str(error), 200)}"
+            ) from None
+        said = shown(str(error).splitlines()[0] if str(error) else "", 200)
+        raise FileError(
+            f"{str(path)!r} holds more than tensors, and reading it could run any program.{otherwise} ({said})"
+        ) from None
+    except Exception as error:  # of a broken file, anything
+        raise FileError(f"{str(path)!r} is not a file of torch: {shown(str(error), 200)}") from None
+
+
+def must_be_plain(tensor: Tensor, what: str) -> None:
+    """Refuse what is no array of real numbers, each of which the file has.
+
+    Args:
+        tensor: as `read_torch` found it.
+        what: what errors call it.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise FileError(f"{what} is a {type(tensor).__name__} of layout {tensor.layout}.")
+    if tensor.is_complex() or tensor.is_quantized or tensor.device.type != "cpu":
+        raise FileError(f"{what} is {tensor.dtype} on {tensor.device}: not plain numbers.")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise FileError(
+            f"{what} says that it is {tuple(tensor.shape)}, and the file has fewer numbers."
+        )
 
 
 def tensors_in(content: bytes, source: str, device: Any = "cpu") -> dict[str, Tensor]:

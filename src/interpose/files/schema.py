@@ -339,7 +339,7 @@ class Data:
 ANYTHING = Data()
 
 
-def record_of(made: type, **kinds: Kind) -> Record:
+def record_of(made: type, /, **kinds: Kind) -> Record:
     """The fields of a dataclass, each of the kind that its annotation says, or of a given one."""
     hints = annotations_of(made)
     options = dataclasses.fields(made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interpose.errors import FileError
 from interpose.monitors.statistics import Summary
+from interpose.store import checks
 from interpose.store.pools import Pool, generator
 from interpose.store.quantised import restored
-from interpose.store.records import INDEX, STATISTICS, Commit, file_name
+from interpose.store.records import INDEX, STATISTICS, Commit, StoredSite, file_name
 from interpose.store.tensor_files import Mapped
 
 _CHUNK = 4096
@@ -27,24 +27,33 @@ class Segment:
 
     commit: Commit
     folder: Path
+    sites: Mapping[str, StoredSite]
     verify: bool
     _mapped: dict[str, Mapped]
 
-    def file(self, name: str, *tensors: str) -> Mapped:
-        """One of its files."""
+    def file(self, name: str) -> Mapped:
+        """One of its files, checked when it is first looked at."""
         found = self._mapped.get(name)
         if found is None:
             path = self.folder / name
-            if name not in self.commit.files:
-                raise FileError(f"{str(self.folder)!r} was committed without {name!r}.")
             found = Mapped(path, self.commit.files[name], verify=self.verify)
-            self._mapped[name] = found.must_have(path, *tensors)
+            self._check(name, found, repr(str(path)))
+            self._mapped[name] = found
         return found
+
+    def _check(self, name: str, found: Mapped, source: str) -> None:
+        if name == INDEX:
+            checks.index_of(found, self.commit, source)
+        for site, stored in self.sites.items():
+            if name == STATISTICS and self.commit.vectors:
+                checks.statistics_of(found, site, stored, source)
+            if name == file_name(site):
+                checks.values_of(found, stored, self.commit, source)
 
     @property
     def index(self) -> Mapped:
         """Which tokens its rows have."""
-        return self.file(INDEX, "tokens", "offsets", "texts", "starts")
+        return self.file(INDEX)
 
     def span(self, row: int) -> tuple[int, int]:
         """Where the tokens of one of its rows are."""
@@ -70,7 +79,7 @@ class Segment:
 
     def values(self, site: str, index: slice | Tensor = slice(None)) -> Tensor:
         """Vectors of a site, as they are stored or, of eight bits, restored."""
-        mapped = self.file(file_name(site), "values")
+        mapped = self.file(file_name(site))
         if "scales" in mapped:
             return restored(_some(mapped["values"], index), _some(mapped["scales"], index))
         return _some(mapped["values"], index)
@@ -113,7 +122,7 @@ def addresses(segment: Segment, rows: Tensor, pos: Tensor) -> Tensor:
 
 def summary(segment: Segment, site: str) -> Summary:
     """The statistics of a site in a segment."""
-    file = segment.file(STATISTICS, *(f"{site}.{part}" for part in ("mean", "squares", "zeros")))
+    file = segment.file(STATISTICS)
     return Summary(
         count=segment.commit.vectors,
         mean=file[f"{site}.mean"],

@@ -28,7 +28,20 @@ import torch
 
 from interpose.errors import FileError
 from interpose.files.reading import parse_json, read_bytes
-from interpose.files.schema import ANYTHING, Field, MapOf, Record, kind_of, record_of, shown
+from interpose.files.schema import (
+    ANYTHING,
+    NULL,
+    Either,
+    Field,
+    ListOf,
+    MapOf,
+    OneOf,
+    Record,
+    Text,
+    Whole,
+    record_of,
+    shown,
+)
 from interpose.names import Speller
 from interpose.store.tensor_files import NAMES, Written
 
@@ -183,9 +196,6 @@ class About:
             )
         rest = {name: one for name, one in data.items() if name not in ("format", "version")}
         about = _ABOUT(rest, Field(source))
-        for name, site in about["sites"].items():
-            if site["dtype"] not in DTYPES:
-                raise Field(source).of("sites").of(name).wrong(site["dtype"], "a dtype of torch")
         made = {
             **about,
             "model": ModelAbout(**about["model"]),
@@ -276,9 +286,46 @@ class Commit:
         return cls(**{**data, "files": files, "texts": tuple(data["texts"])})
 
 
-_ABOUT = record_of(About, names=record_of(Speller), pos=ANYTHING)
-_SEGMENT = record_of(Commit, resume=ANYTHING)
-_COMMIT = Record({"commit": MapOf(ANYTHING), "sha256": kind_of(str)})
+@dataclass(frozen=True, slots=True)
+class _Checksum:
+    """A hash as files have it."""
+
+    what: str = "64 of the signs 0 to 9 and a to f"
+
+    def __call__(self, value: Any, field: Field) -> str:
+        """The same."""
+        if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+            raise field.wrong(value, self.what)
+        return value
+
+
+_COUNT, _SIZE = Whole(0), Whole(1, 2**31)
+_SITE = record_of(
+    StoredSite,
+    shape=ListOf(_SIZE, 8),
+    dtype=OneOf(*DTYPES),
+    made=OneOf(*DTYPES),
+    layer=Either(Whole(0, 2**31), NULL),
+)
+_ABOUT = record_of(
+    About,
+    sites=MapOf(_SITE, Text(1000), 100_000),
+    texts=record_of(TextsAbout, length=_COUNT, count=Either(_COUNT, NULL)),
+    plan=record_of(Plan, texts=_COUNT, window=_COUNT, batch_tokens=_COUNT),
+    names=record_of(Speller),
+    pos=ANYTHING,
+)
+_SEGMENT = record_of(
+    Commit,
+    segment=_COUNT,
+    texts=ListOf(_COUNT, 2, 2),
+    rows=Whole(0, 2**31 - 1),
+    tokens=Whole(0, 2**31 - 1),
+    vectors=Whole(0, 2**31 - 1),
+    files=MapOf(record_of(Written, size=_COUNT, sha256=_Checksum()), Text(300), 100_000),
+    resume=ANYTHING,
+)
+_COMMIT = Record({"commit": MapOf(ANYTHING), "sha256": _Checksum()})
 
 
 def commit_name(segment: int) -> str:

@@ -28,10 +28,13 @@ from interpose.store.reading import ChunkPools, Segment, addresses, summary
 from interpose.store.records import (
     ABOUT,
     COMMITS,
+    INDEX,
     SEGMENTS,
+    STATISTICS,
     About,
     Commit,
     StoredSite,
+    commit_name,
     file_name,
 )
 from interpose.store.tensor_files import Mapped
@@ -86,10 +89,20 @@ class Store(Sequence[Cache]):
             if file.name.startswith("."):
                 continue
             commit = Commit.read(file)
+            if file.name != commit_name(commit.segment):
+                raise FileError(f"{str(file)!r} is the record of segment {commit.segment}.")
+            if missing := {INDEX, STATISTICS, *map(file_name, self.sites)} - set(commit.files):
+                raise FileError(f"{str(file)!r} has no file {min(missing)!r}.")
             before = known.get(commit.segment)
             if before is None or before.commit != commit:
                 folder = self.path / SEGMENTS / commit.folder
-                before = Segment(commit=commit, folder=folder, verify=self._verify, _mapped={})
+                before = Segment(
+                    commit=commit,
+                    folder=folder,
+                    sites=self.sites,
+                    verify=self._verify,
+                    _mapped={},
+                )
             found.append(before)
         self.segments = found
         self._rows = [0, *accumulate(segment.commit.rows for segment in found)]

@@ -14,13 +14,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.files.reading import parse_json
+from interpose.files.reading import parse_json, regular_file
 from interpose.files.schema import ListOf, MapOf, OneOf, Record, Text, Whole
 
 NAMES = {
@@ -160,6 +160,8 @@ class Mapped(Mapping[str, Tensor]):
                     f"{str(path)!r} has {size} bytes, and {written.size} were committed: it is cut off, or was "
                     f"changed. {REPAIR}"
                 )
+            if size < 8:
+                raise FileError(f"{str(path)!r} is not a safetensors file: it has {size} bytes.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if verify and (found := hashlib.sha256(self._map).hexdigest()) != written.sha256:
             raise FileError(
@@ -177,21 +179,17 @@ class Mapped(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def must_have(self, path: Path, *names: str) -> Self:
-        """Itself, if it has these tensors."""
-        if missing := set(names) - set(self):
-            raise FileError(f"{str(path)!r} has no tensor {min(missing)!r}.")
-        return self
-
 
 REPAIR = "To have it made anew: store.drop_damaged(), then the same ip.harvest(...) again."
 
 
 def _opened(path: Path) -> Any:
     try:
-        return path.open("rb")
+        return regular_file(path).open("rb")
     except FileNotFoundError:
         raise FileError(f"{str(path)!r} is gone, and was committed. {REPAIR}") from None
+    except IsADirectoryError as error:
+        raise FileError(str(error)) from None
 
 
 def _tensors_in(content: mmap.mmap, source: str) -> dict[str, Tensor]:

@@ -247,6 +247,11 @@ class loss(Metric):
 
     def bind(self, examples: Examples) -> Measure:
         """The loss of each row's text."""
+        lengths = (
+            [examples.tokens.shape[1]] if examples.mask is None else examples.mask.sum(-1).tolist()
+        )
+        if min(lengths) < 2:
+            raise ValueError("a loss of next tokens needs texts of at least two tokens; one has 1.")
 
         def measure(logits: Tensor, rows: Tensor) -> Tensor:
             tokens = examples.tokens[rows].to(logits.device)

@@ -230,6 +230,11 @@ def _dense(value: Tensor, holes: bool = False) -> bool:
     return True
 
 
+def is_shard(value: Tensor) -> bool:
+    """Whether it is spread over processes (a DTensor), of which each has a part."""
+    return type(value) is not Tensor and hasattr(value, "full_tensor")
+
+
 def check_supported(value: Tensor, name: str) -> None:
     """Refuse tensors that are not one plain array: inside ``vmap``, or a shard of a larger one."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -237,10 +242,9 @@ def check_supported(value: Tensor, name: str) -> None:
             f"{name!r} was reached inside torch.func (vmap, grad, jvp): its value has no meaning "
             "outside. Call the model directly on a batch instead."
         )
-    if type(value) is not Tensor and hasattr(value, "full_tensor"):
+    if is_shard(value):
         raise Unsupported(
-            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is "
-            "whole, or run the model unsharded."
+            f"{name!r} is a DTensor, one shard of a larger value. Hook a module whose value is whole."
         )
 
 

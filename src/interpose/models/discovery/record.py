@@ -175,6 +175,8 @@ class Recorder(TorchFunctionMode):
         return [self._value(leaf, tensor) for leaf, tensor in values.leaves(given)]
 
     def _value(self, leaf: values.Leaf, tensor: Tensor) -> Value:
+        if values.is_shard(tensor):
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
         value = Value(leaf, tuple(tensor.shape), tensor.is_floating_point(), None)
         if tensor.is_floating_point() and tensor.numel() and values.is_plain(tensor):
             flat = tensor.detach().reshape(-1)

@@ -40,6 +40,13 @@ def look(tree: ModuleTree, inputs: Mapping[str, Any] | None = None) -> Anatomy:
             "(names_filter='model.layers.3'). For all sites load it whole: without cpu_offload, disk_offload or a "
             "device_map that leaves parts on the CPU or on disk, in a smaller dtype or over several devices."
         )
+    if any(hasattr(part, "reshard") for part in root.modules()):
+        raise Unsupported(
+            f"weights of {type(root).__name__} are sharded (FSDP): between calls each process has a piece of each, and "
+            "what its parts are is told by looking at weights. So it has no semantic sites; module paths work "
+            "(names_filter='model.layers.3'). For all sites load it whole, with a device_map over several devices, or "
+            "with transformers' tp_plan='auto', which keeps the residual stream whole."
+        )
     if inputs is None:
         first, second = foreign_sizes(root)
         inputs = probe_inputs(root, batch=first[0], length=first[1])

@@ -18,6 +18,7 @@ from interpose.models.discovery.anatomy import (
 )
 from interpose.models.discovery.parts import why_not_plain
 from interpose.models.naming.axes import Axes, Layout, Rows
+from interpose.models.naming.spread import withhold
 from interpose.models.reach.derived import ExpertOutputs, HeadInputs, HeadResults, NormScale
 from interpose.models.reach.inner import Core, FunctionPoint, InnerPoint, Reach
 from interpose.models.reach.interface import Interface
@@ -195,8 +196,12 @@ class Table:
                 self._add(f"{prefix}hook_{kind}", endpoint, STREAM, named=kind.endswith("_in"))
             for attention in block.attentions:
                 self._attention(prefix, block, attention)
+                at = f"{prefix}{attention.name}."
+                withhold(self.sites, self.absent, at, attention.core)
             if block.mlp is not None:
                 self._mlp(f"{prefix}mlp.", block.mlp)
+                if (down := block.mlp.down) is not None:
+                    withhold(self.sites, self.absent, f"{prefix}mlp.", down.module)
             for name, norm in block.norms.items():
                 self._norm(f"{prefix}{name}.", norm)
             if not block.attentions:

@@ -176,6 +176,8 @@ class SemanticTree(ModuleTree):
             kind = name.removeprefix("hook_")
             if kind in names.kinds() and not super().leads_somewhere(name):
                 main = "" if self.blocks() else "decoder."
+                if not self.blocks(main):
+                    self._must_be_in_one_tower(kind)
                 name = main + names.of_kind(kind, "*")
             else:
                 found = [(self.site(name), True)]
@@ -190,6 +192,19 @@ class SemanticTree(ModuleTree):
         if names.looks_semantic(name):
             raise NothingMatched(self._nothing(f"the glob {shown(name, LONG)}"))
         return super().select(name)
+
+    def _must_be_in_one_tower(self, kind: str) -> None:
+        """Say in which of several towers a kind of site is, where none of them is the main one."""
+        ending = names.of_kind(kind, 0)
+        there = [
+            repr(f"{n.removesuffix(ending)}{names.of_kind(kind, '*')}")
+            for n in self.table.sites
+            if n.endswith(f".{ending}")
+        ]
+        if there:
+            raise NothingMatched(
+                f"{self.label} has several towers, each with its own {kind!r}: {' and '.join(there)}. Say which."
+            )
 
     def _accepted(self, accepts: Callable[[str], bool], asked: object) -> list[tuple[Site, bool]]:
         if not self.table.sites:

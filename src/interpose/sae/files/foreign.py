@@ -16,8 +16,17 @@ from torch import Tensor
 
 from interpose.errors import FileError, Unsupported
 from interpose.files.reading import read_json
-from interpose.files.schema import FLAG, ListOf, Number, Text, Whole
-from interpose.sae.files.weights import ANY_OBJECT, SIZE, built, entry, inner, pick, read_weights
+from interpose.files.schema import FLAG, Field, ListOf, Number, Text, Whole, shown
+from interpose.sae.files.weights import (
+    ANY_OBJECT,
+    SIZE,
+    built,
+    entry,
+    inner,
+    must_be_numbers,
+    pick,
+    read_weights,
+)
 from interpose.sae.sae import SAE
 
 _LAYER = Whole(0, 10_000)
@@ -31,7 +40,12 @@ def read_gemma_scope(path: Path, source: str) -> SAE:
         ("W_" + name[2:] if name.startswith("w_") else name): tensor.float()
         for name, tensor in found.items()
     }
-    skip = tensors.pop("affine_skip_connection", None)
+    skip = (
+        pick(tensors, "affine_skip_connection", source=source, axes=2)
+        if "affine_skip_connection" in tensors
+        else None
+    )
+    tensors.pop("affine_skip_connection", None)
     folder = path.parent
     cfg = (
         read_json(folder / "config.json", ANY_OBJECT) if (folder / "config.json").is_file() else {}
@@ -41,7 +55,7 @@ def read_gemma_scope(path: Path, source: str) -> SAE:
     options: dict[str, Any] = {"subtract_bias": False, "about": about}
     if "hook_name_out" in about:
         options |= {
-            "d_out": pick(tensors, "W_dec", source=source).shape[-1],
+            "d_out": pick(tensors, "W_dec", source=source, axes=2).shape[-1],
             "skip": skip is not None,
         }
         tensors |= {} if skip is None else {"W_skip": skip.T}
@@ -92,8 +106,9 @@ def read_sparsify(folder: Path, source: str) -> SAE:
     cfg = read_json(folder / "cfg.json", ANY_OBJECT)
     found = read_weights(folder / "sae.safetensors")
     k = entry(cfg, "k", SIZE, source, ...)
-    rows = pick(found, "W_dec", source=source)
-    encoder = found["W_enc"].T if "W_enc" in found else pick(found, "encoder.weight", source=source)
+    rows = pick(found, "W_dec", source=source, axes=2)
+    encoder = pick(found, "W_enc", "encoder.weight", source=source, axes=2)
+    encoder = encoder.T if "W_enc" in found else encoder
     latents = encoder.shape[0]
     tensors = {
         "W_enc": encoder.T,
@@ -103,7 +118,7 @@ def read_sparsify(folder: Path, source: str) -> SAE:
         ),
         "b_dec": pick(found, "b_dec", source=source),
     }
-    skip = found.get("W_skip")
+    skip = pick(found, "W_skip", source=source, axes=2) if "W_skip" in found else None
     transcodes = entry(cfg, "transcode", FLAG, source, False) or skip is not None
     _count(entry(cfg, "d_in", SIZE, source), encoder.shape[-1], "d_in", source)
     _count(entry(cfg, "num_latents", Whole(0), source) or None, latents, "num_latents", source)
@@ -152,16 +167,16 @@ def read_dictionary_learning(folder: Path, source: str, *, pickles: bool = False
     name = entry(trainer, "dict_class", Text(200), source, ...)
     if name not in _OF_DICTIONARIES:
         raise Unsupported(
-            f"{source} has the class {name!r}; those that can be read are {', '.join(_OF_DICTIONARIES)}."
+            f"{source} has the class {shown(name)}; those that can be read are {', '.join(_OF_DICTIONARIES)}."
         )
     kind = _OF_DICTIONARIES[name]
     found = read_weights(folder / "ae.pt", pickles=pickles)
-    encoder = found["W_enc"] if "W_enc" in found else pick(found, "encoder.weight", source=source).T
+    encoder = pick(found, "W_enc", "encoder.weight", source=source, axes=2)
+    encoder = encoder if "W_enc" in found else encoder.T
+    rows = pick(found, "W_dec", "decoder.weight", source=source, axes=2)
     tensors: dict[str, Tensor] = {
         "W_enc": encoder,
-        "W_dec": found["W_dec"]
-        if "W_dec" in found
-        else pick(found, "decoder.weight", source=source).T,
+        "W_dec": rows if "W_dec" in found else rows.T,
         "b_dec": pick(found, "b_dec", "bias", "decoder_bias", "decoder.bias", source=source),
     }
     if kind == "gated":
@@ -195,7 +210,8 @@ def read_dictionary_learning(folder: Path, source: str, *, pickles: bool = False
         "subtract_bias": name not in ("JumpReluAutoEncoder", "AutoEncoderNew"),
     }
     if kind == "topk":
-        options["k"] = entry(trainer, "k", SIZE, source) or int(pick(found, "k", source=source))
+        said = entry(trainer, "k", SIZE, source)
+        options["k"] = said or SIZE(pick(found, "k", source=source).tolist(), Field(source).of("k"))
     return built(kind, tensors, source=source, **options)
 
 
@@ -206,11 +222,11 @@ def read_llama_scope(folder: Path, source: str) -> SAE:
     found = read_weights(
         folder / ("checkpoints/final.safetensors" if old else "sae_weights.safetensors")
     )
-    encoder = pick(found, "encoder.weight", source=source)
+    encoder = pick(found, "encoder.weight", source=source, axes=2)
     tensors = {
         "W_enc": encoder.T,
         "b_enc": pick(found, "encoder.bias", source=source),
-        "W_dec": pick(found, "decoder.weight", source=source).T,
+        "W_dec": pick(found, "decoder.weight", source=source, axes=2).T,
         "b_dec": pick(found, "decoder.bias", source=source),
     }
     width = encoder.shape[-1]
@@ -266,8 +282,8 @@ def read_qwen_scope(path: Path, source: str, *, k: int | None = None, pickles: b
             "hf_hook_name": f"model.layers.{int(layer[1])}",
         }
     tensors = {
-        "W_enc": pick(found, "W_enc", source=source).T,
-        "W_dec": pick(found, "W_dec", source=source).T,
+        "W_enc": pick(found, "W_enc", source=source, axes=2).T,
+        "W_dec": pick(found, "W_dec", source=source, axes=2).T,
         "b_enc": pick(found, "b_enc", source=source),
         "b_dec": pick(found, "b_dec", source=source),
     }
@@ -305,6 +321,8 @@ def read_crosscoder(folder: Path, source: str, *, pickles: bool = False) -> SAE:
     if len(names) != layers:
         raise FileError(f"{source} names {len(names)} sites, and has {layers}.")
     made = CrossCoder(width, latents, site=names)
+    for name, one in found.items():
+        must_be_numbers(one, name, source)
     weights = {
         "W_enc": encoder.reshape(-1, latents),
         "W_dec": decoder.permute(1, 0, 2).reshape(latents, -1),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from interpose.errors import FileError
+from interpose.files.reading import regular_file
 from interpose.models.loading import POCKET
 from interpose.sae.files import foreign
 from interpose.sae.files.saelens import CONFIG, WEIGHTS, read_saelens
@@ -61,6 +62,8 @@ def _read(there: Path, source: str, k: int | None, *, pickles: bool) -> SAE:
         if ".sae." in there.name:
             return foreign.read_qwen_scope(there, source, k=k, pickles=pickles)
         raise FileError(f"{source} has no name that is known of autoencoders. {_KNOWN}")
+    if not there.is_dir():
+        regular_file(there)  # which says what it is
     has = {one.name for one in there.iterdir()}
     if {CONFIG, WEIGHTS} <= has:
         return read_saelens(there)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from interpose.errors import FileError, Unsupported
 from interpose.files.reading import read_json
-from interpose.files.schema import ANYTHING, FLAG, Field, Number, OneOf, Text
+from interpose.files.schema import ANYTHING, FLAG, Field, ListOf, Number, OneOf, Text, Whole, shown
 from interpose.files.writing import write_whole
 from interpose.sae.files.weights import ANY_OBJECT, KINDS, SIZE, built, entry, inner, read_weights
 from interpose.sae.relu import StandardSAE
@@ -58,7 +58,7 @@ def read_saelens(folder: Path) -> SAE:
     if kind not in KINDS:
         known = ", ".join([*KINDS, *_OF_TRANSCODERS])
         raise Unsupported(
-            f"{source} has the architecture {name!r}; those that can be read are {known}."
+            f"{source} has the architecture {shown(name)}; those that can be read are {known}."
         )
     options = _options(cfg, kind, source)
     if name in _OF_TRANSCODERS:
@@ -129,8 +129,8 @@ def _options(cfg: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
         if options["k"] > cfg["d_sae"]:
             raise FileError(f"{source} says that {options['k']} of {cfg['d_sae']} latents fire.")
     if kind == "matryoshka_batchtopk":
-        widths = entry(cfg, "matryoshka_widths", ANYTHING, source, [])
-        options["widths"] = widths if isinstance(widths, list) else []
+        widths = ListOf(Whole(1, cfg["d_sae"]), 1000)
+        options["widths"] = entry(cfg, "matryoshka_widths", widths, source, [])
     if kind == "matching_pursuit":
         options["least"] = entry(cfg, "residual_threshold", Number(0), source, 0.01)
         options["steps"] = entry(cfg, "max_iterations", SIZE, source)

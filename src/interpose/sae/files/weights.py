@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.files.reading import read_tensors, regular_file
+from interpose.files.reading import must_be_plain, read_tensors, read_torch, regular_file
 from interpose.files.schema import Field, Kind, MapOf, Whole, shown
 from interpose.sae.matching_pursuit import MatchingPursuitSAE
 from interpose.sae.relu import GatedSAE, JumpReLUSAE, StandardSAE
@@ -39,53 +39,51 @@ def read_weights(path: Path, *, pickles: bool = False) -> dict[str, Tensor]:
         pickles: whether to read a ``.pt`` file that holds more than tensors, which can run any program.
     """
     if path.suffix == ".safetensors":
-        return read_tensors(path)[0]
-    if path.suffix == ".npz":
-        return _of_numpy(path)
-    return _of_torch(path, pickles=pickles)
+        found = read_tensors(path)[0]
+    elif path.suffix == ".npz":
+        found = _of_numpy(path)
+    else:
+        found = _of_torch(path, pickles=pickles)
+    for name, tensor in found.items():
+        must_be_plain(tensor, f"{str(path)!r}: {shown(name)}")
+    return found
 
 
 def _of_numpy(path: Path) -> dict[str, Tensor]:
     import numpy
 
     try:
-        with numpy.load(regular_file(path), allow_pickle=False) as data:
-            found = {
-                name: torch.from_numpy(numpy.ascontiguousarray(data[name])) for name in data.files
-            }
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        MemoryError,
-        AttributeError,
-        zipfile.BadZipFile,
-    ) as error:
+        with regular_file(path).open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _must_not_swell(zipfile.ZipFile(file))
+            with numpy.load(file, allow_pickle=False) as data:
+                return {
+                    str(name): torch.from_numpy(numpy.ascontiguousarray(data[name]))
+                    for name in data.files
+                }
+    except (FileNotFoundError, FileError):
+        raise
+    except Exception as error:  # of a broken file, anything
         raise FileError(
             f"{str(path)!r} is not a file of NumPy arrays: {shown(str(error), 200)}"
         ) from None
-    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _must_not_swell(file: zipfile.ZipFile) -> None:
+    """Refuse what is packed as weights never are, since it would fill the memory."""
+    for one in file.infolist():
+        if one.file_size > _SWELLS * max(one.compress_size, 1) and one.file_size > 2**20:
+            raise ValueError(
+                f"{one.filename!r} would be {one.file_size} bytes of {one.compress_size}"
+            )
+
+
+_SWELLS = 50
 
 
 def _of_torch(path: Path, *, pickles: bool) -> dict[str, Tensor]:
-    try:
-        found = torch.load(regular_file(path), map_location="cpu", weights_only=not pickles)
-    except pickle.UnpicklingError as error:
-        raise FileError(
-            f"{str(path)!r} holds more than tensors, and reading it could run any program. If you trust whoever wrote "
-            f"it, say pickles=True. ({shown(str(error).splitlines()[0] if str(error) else '', 200)})"
-        ) from None
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-        EOFError,
-        AttributeError,
-        OSError,
-    ) as error:
-        raise FileError(f"{str(path)!r} is not a file of torch: {shown(str(error), 200)}") from None
+    trusted = " If you trust whoever wrote it, say pickles=True."
+    found = read_torch(path, pickles=pickles, otherwise=trusted)
     if not isinstance(found, Mapping):
         raise FileError(
             f"{str(path)!r} holds a {type(found).__name__}, and tensors by name are read here."
@@ -97,12 +95,17 @@ def _of_torch(path: Path, *, pickles: bool) -> dict[str, Tensor]:
     }
 
 
-def pick(tensors: Tensors, *names: str, source: str) -> Tensor:
-    """The first of several names that a file has."""
+def pick(tensors: Tensors, *names: str, source: str, axes: int | None = None) -> Tensor:
+    """The first of several names that a file has; of so many axes, if that is said, none of them empty."""
     for name in names:
         if name in tensors:
-            return tensors[name]
-    there = ", ".join(sorted(tensors)[:12]) or "nothing"
+            found = tensors[name]
+            if axes is not None and (found.ndim != axes or 0 in found.shape):
+                raise FileError(
+                    f"{source}: {name} is {tuple(found.shape)}, and should have {axes} axes."
+                )
+            return found
+    there = ", ".join(map(shown, sorted(tensors)[:12])) or "nothing"
     raise FileError(f"{source} has no tensor {' or '.join(map(repr, names))}; it has {there}.")
 
 
@@ -143,8 +146,11 @@ def built(kind: str, tensors: Tensors, *, source: str, **options: Any) -> SAE:
     rows = _matrix(tensors, "W_dec", source)
     latents, d_out = rows.shape
     d_in = d_out if KINDS[kind].TIED else _matrix(tensors, "W_enc", source).shape[0]
-    with torch.device("meta"):
-        made = KINDS[kind](d_in, latents, **options)
+    try:
+        with torch.device("meta"):
+            made = KINDS[kind](d_in, latents, **options)
+    except ValueError as error:
+        raise FileError(f"{source}: {error}") from None
     dtype = rows.dtype
     wanted = {**dict(made.named_parameters()), **dict(made.named_buffers())}
     given = {}
@@ -156,15 +162,20 @@ def built(kind: str, tensors: Tensors, *, source: str, **options: Any) -> SAE:
             raise FileError(
                 f"{source}: {name} is {tuple(found.shape)}, and should be {tuple(there.shape)} with {latents} latents."
             )
-        if not found.is_floating_point():
-            raise FileError(f"{source}: {name} is {found.dtype}, and should be of floating point.")
-        if not found.isfinite().all():
-            raise FileError(f"{source}: {name} has numbers that are not finite.")
+        must_be_numbers(found, name, source)
         given[name] = (
             found.detach().to(torch.float64 if there.dtype == torch.float64 else dtype).contiguous()
         )
     made.load_state_dict(given, assign=True)
     return made.requires_grad_().eval()
+
+
+def must_be_numbers(tensor: Tensor, name: str, source: str) -> None:
+    """Refuse weights that are not finite numbers of floating point."""
+    if not tensor.is_floating_point():
+        raise FileError(f"{source}: {name} is {tensor.dtype}, and should be of floating point.")
+    if not tensor.isfinite().all():
+        raise FileError(f"{source}: {name} has numbers that are not finite.")
 
 
 def _matrix(tensors: Tensors, name: str, source: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from interpose.sae.sae import SAE
 
 NAME = "training.safetensors"
 _WORD = "interpose.training"
+_UNFINISHED = re.compile(r"\.(training|sae_weights|cfg)\.(json|safetensors)\.[0-9a-f]{16}")
 _ABOUT = Record(
     {
         "run": MapOf(ANYTHING, Text(100)),
@@ -74,6 +76,9 @@ def read(
         folder: of the training.
         run: what the training is of: a checkpoint of another is an error.
     """
+    for left in folder.rglob(".*"):
+        if _UNFINISHED.fullmatch(left.name):
+            left.unlink(missing_ok=True)  # of one that was killed while it wrote
     path = folder / NAME
     if not path.exists():
         return None

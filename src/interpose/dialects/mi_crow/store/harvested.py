@@ -10,6 +10,7 @@ from torch import Tensor
 
 from interpose.explain.words import some
 from interpose.files.reading import read_json
+from interpose.files.schema import ANYTHING, Field, MapOf, Text, Whole, shown
 from interpose.store.records import ABOUT
 from interpose.store.store import Store, open_store
 
@@ -38,9 +39,15 @@ class HarvestedRun:
         """What a run's folder has; None if it was not harvested."""
         if not (run / ACTIVATIONS / ABOUT).is_file() or not (run / "meta.json").is_file():
             return None
-        meta = read_json(run / "meta.json")
-        options = meta.get("options", {})
-        return cls(open_store(run / ACTIVATIONS), meta["sites"], options["batch_size"])
+        field = Field(repr(str(run / "meta.json")))
+        meta = read_json(run / "meta.json", MapOf(ANYTHING))
+        options = MapOf(ANYTHING)(meta.get("options"), field.of("options"))
+        size = Whole(1, 2**31)(options.get("batch_size"), field.of("options").of("batch_size"))
+        sites = MapOf(Text(1000), Text(1000), 100_000)(meta.get("sites"), field.of("sites"))
+        store = open_store(run / ACTIVATIONS)
+        if missing := set(sites.values()) - set(store.sites):
+            raise field.of("sites").says(f"names {shown(min(missing))}, which the store has not.")
+        return cls(store, sites, size)
 
     @property
     def count(self) -> int:

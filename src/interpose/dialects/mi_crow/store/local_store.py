@@ -15,11 +15,13 @@ from torch import Tensor
 
 from interpose.dialects.mi_crow.store.harvested import HarvestedRun
 from interpose.dialects.mi_crow.store.store import Batch, Store
+from interpose.errors import FileError
 from interpose.files.reading import read_json, read_tensors
+from interpose.files.schema import ANYTHING, Field, ListOf, MapOf, Text
 from interpose.files.writing import replacing, write_whole
 
 _EMPTY = "_empty_list"
-_ITEM = re.compile(r"item_(\d+)")
+_ITEM = re.compile(r"item_(\d{1,9})")
 _NAMES = "_tensor_metadata_names"
 
 
@@ -101,7 +103,7 @@ class LocalStore(Store):
     def get_run_metadata(self, run_id: str) -> dict[str, Any]:
         """What is known of a run; empty if nothing was put."""
         path = self.run_path(run_id) / "meta.json"
-        found: dict[str, Any] = read_json(path) if path.is_file() else {}
+        found: dict[str, Any] = read_json(path, MapOf(ANYTHING)) if path.is_file() else {}
         return found
 
     # What detectors found.
@@ -152,8 +154,11 @@ class LocalStore(Store):
         if harvested is not None:
             return harvested.detected(batch_index)
         folder = self._found(run_id, batch_index)
-        facts = read_json(folder / "metadata.json")
-        names = facts.pop(_NAMES, {})
+        facts = read_json(folder / "metadata.json", MapOf(ANYTHING))
+        field = Field(repr(str(folder / "metadata.json"))).of(_NAMES)
+        names = MapOf(ListOf(Text(1000), 100_000), Text(1000), 100_000)(
+            facts.pop(_NAMES, {}), field
+        )
         tensors = {
             layer: {key: self._tensor(folder, run_id, batch_index, layer, key) for key in keys}
             for layer, keys in names.items()
@@ -191,7 +196,7 @@ class LocalStore(Store):
                 f"no {key!r} of layer {layer!r} in batch {batch_index} of run {run_id!r} ({str(path)!r}); there are: "
                 f"{', '.join(there) or 'none'}."
             )
-        return next(iter(read_tensors(path)[0].values()))
+        return _one(path)
 
     def _harvested(self, run_id: str) -> HarvestedRun | None:
         return HarvestedRun.of(self.run_path(run_id))
@@ -208,7 +213,7 @@ class LocalStore(Store):
 
     def get_tensor(self, key: str) -> Tensor:
         """A tensor by its name."""
-        return next(iter(read_tensors(self._tensor_file(key))[0].values()))
+        return _one(self._tensor_file(key))
 
     load_tensor = get_tensor
 
@@ -250,6 +255,14 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _write_json(path: Path, data: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(data, indent=1, allow_nan=False))
+
+
+def _one(path: Path) -> Tensor:
+    """The tensor of a file that has one."""
+    found = read_tensors(path)[0]
+    if len(found) != 1:
+        raise FileError(f"{str(path)!r} has {len(found)} tensors, and one is read here.")
+    return next(iter(found.values()))
 
 
 def _as_put(tensors: dict[str, Tensor]) -> Batch:
