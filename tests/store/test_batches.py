@@ -319,3 +319,22 @@ def test_sites_are_meant_by_name_kind_or_glob(tmp_path: Path) -> None:
         assert [row.site for row in store.statistics(asked).rows] == streams
     with pytest.raises(ip.SiteNotFound, match="'mlp_out' is not in this store"):
         store.batches("mlp_out")
+
+
+@pytest.mark.parametrize("epochs", [3, None])
+@pytest.mark.parametrize("pool", [None, 40])
+def test_it_goes_on_after_any_batch_also_the_last_of_an_epoch(
+    store: ip.Store, pool: int | None, epochs: int | None
+) -> None:
+    options: dict[str, Any] = {"batch_size": 50, "pool": pool, "epochs": epochs}
+    whole = store.batches(SITES[0], **options)
+    batches = [next(whole) for _ in range(2 * len(EVERYWHERE) // 50)]
+    for count in range(len(batches) - 1):
+        first = store.batches(SITES[0], **options)
+        for _ in range(count):
+            next(first)
+        later = store.batches(SITES[0], **options)
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        found = next(later)
+        assert torch.equal(found.row, batches[count].row), count
+        assert torch.equal(found.pos, batches[count].pos), count

@@ -164,7 +164,7 @@ class PooledBatches(Iterator[ActivationBatch]):
         self._state = state["source"]
         self.left_out = int(state["left_out"])
         self._open = self._now = None
-        self._empty = True
+        self._empty = not (self._number or self._batch)  # else there was something in this epoch
 
 
 def _inside(pos: Tensor, where: slice) -> Tensor:
