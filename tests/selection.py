@@ -41,6 +41,10 @@ KEPT: dict[str, str] = {
     "tests/training/test_pocket.py::test_the_tokenizer_is_the_one_the_training_command_builds": "",
     "tests/training/test_pocket.py::test_name_movers_look_at_the_answer_copy_it_and_are_needed_for_it": "",
     "tests/training/test_pocket.py::test_three_heads_that_have_no_part_can_go": "",
+    "tests/dialects/transformer_lens/test_demos.py::test_a_demo_gives_the_numbers_of_transformer_lens": (
+        "attribution_patching bert brackets grokking grouped_queries head_detector indirect_objects main_demo othello "
+        "svd_interpreter t5 transformer_from_scratch"
+    ),
     "tests/dialects/transformer_lens/test_studies.py::test_sums_are_waves": "",
     "tests/dialects/transformer_lens/test_studies.py::test_a_head_that_looks_back_feeds_the_heads_that_repeat": "",
     "tests/dialects/transformer_lens/test_studies.py::test_a_head_weighs_the_brackets_that_follow": "",

@@ -15,6 +15,7 @@ from typing import Any
 _BLOCK = {
     "hook_in": "hook_resid_pre",
     "hook_out": "hook_resid_post",
+    "hook_normalized_resid_post": "hook_resid_post",
     "ln1.hook_in": "hook_attn_in",
     "ln1.hook_out": "ln1.hook_normalized",
     "ln2.hook_in": "hook_resid_mid",
@@ -26,6 +27,9 @@ _BLOCK = {
     "attn.v.hook_out": "attn.hook_v",
     "attn.o.hook_in": "attn.hook_z",
     "attn.o.hook_out": "attn.hook_out",
+    "attn.hook_q_input": "hook_q_input",
+    "attn.hook_k_input": "hook_k_input",
+    "attn.hook_v_input": "hook_v_input",
     "attn.hook_attention_weights": "attn.hook_pattern",
     "attn.hook_scores": "attn.hook_attn_scores",
     "attn.hook_head_out": "attn.hook_result",
@@ -42,6 +46,7 @@ _BLOCK = {
 _WHOLE = {
     "embed.hook_out": "hook_embed",
     "pos_embed.hook_out": "hook_pos_embed",
+    "hook_full_embed": "blocks.0.hook_resid_pre",
     "ln_final.hook_out": "ln_final.hook_normalized",
     "logits": "unembed.hook_out",
     "embed": "hook_embed",
@@ -91,6 +96,8 @@ TOWER = r"(?:(?:encoder|decoder|vision|audio|stack)(?:_\d+)?\.)?"
 """What the names of a tower's sites begin with; nothing for the main one."""
 
 _IN_BLOCK = re.compile(rf"(?P<tower>{TOWER})blocks\.(?P<layer>-?\d+|\*)\.(?P<rest>.+)")
+_IN_OLD_BLOCK = re.compile(r"(?P<tower>encoder|decoder)\.(?P<layer>-?\d+)\.(?P<rest>.*hook_.+)")
+"""As TransformerLens's encoder-decoders have it: ``encoder.0.attn.hook_q``."""
 _SEMANTIC = re.compile(
     rf"(lm\.)?{TOWER}(blocks\.(-?\d+|\*|\*\*)\.|hook_|(ln_final|embed|pos_embed|unembed)\.hook)"
 )
@@ -132,10 +139,14 @@ def canonical(name: str) -> str:
     if name in _WHOLE:
         return _WHOLE[name]
     match = _IN_BLOCK.fullmatch(name)
+    tower = "" if match is None else match["tower"]
     if match is None:
-        return name
+        match = _IN_OLD_BLOCK.fullmatch(name)
+        if match is None:
+            return name
+        tower = match["tower"] + "."
     rest = _BLOCK.get(match["rest"], match["rest"])
-    return f"{match['tower']}blocks.{match['layer']}.{rest}"
+    return f"{tower}blocks.{match['layer']}.{rest}"
 
 
 def bridge_names(name: str) -> list[str]:

@@ -24,6 +24,7 @@ from interpose.store import fingerprint
 from interpose.store.filling import fill_segment
 from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin, _hash_of, _said
 from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
+from interpose.store.remote import local_folder
 from interpose.store.rows import Row, row_length
 from interpose.store.sources import Shard
 from interpose.store.store import Store, open_store
@@ -60,7 +61,7 @@ class StoreLog(Collector):
         id: str | None = None,  # noqa: A002
     ) -> None:
         super().__init__(site, id=id, copies=False)
-        self.folder = Path(store).absolute()
+        self.folder = local_folder(store)
         self.dtype = dtype
         self.segment_bytes = segment_bytes
         self._about: About | None = None

@@ -57,10 +57,18 @@ class SegmentMaker:
         folder: of the store.
         about: what the store is of.
         vectors: what runs the model.
+        committed: told of each commit.
     """
 
-    def __init__(self, folder: Path, about: About, vectors: Vectors) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        about: About,
+        vectors: Vectors,
+        committed: Callable[[Commit], Any] | None = None,
+    ) -> None:
         self.folder = folder
+        self.committed = committed
         self.about = about
         self.vectors = vectors
         self.positions = Positions.of_data(about.pos)
@@ -110,7 +118,12 @@ class SegmentMaker:
             at += len(window)
             step(sum(len(row.tokens) for row in window))
         self.vectors.must_have_fitted()
-        self._thread.do(segment.commit, otherwise=segment.discard)
+        self._thread.do(lambda: self._commit(segment), otherwise=segment.discard)
+
+    def _commit(self, segment: _Segment) -> None:
+        commit = segment.commit()
+        if self.committed is not None:
+            self.committed(commit)
 
     def wait(self) -> None:
         """Until everything is committed."""
@@ -226,7 +239,7 @@ class _Segment:
             with self._enough_room():
                 self._files[name].write(some)
 
-    def commit(self) -> None:
+    def commit(self) -> Commit:
         """All of it is there: from now on it counts."""
         with self._enough_room():
             files = {file_name(name): self._close(name) for name in self.about.sites}
@@ -254,6 +267,8 @@ class _Segment:
             there = Commit.read(self.store / COMMITS / commit_name(number))
             if there.folder != name:  # another writer's values count, and these are nobody's
                 shutil.rmtree(self.store / SEGMENTS / name, ignore_errors=True)
+            return there
+        return commit
 
     def _close(self, name: str) -> Written:
         file = self._files.pop(name)

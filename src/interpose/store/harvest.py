@@ -40,6 +40,7 @@ from interpose.store.records import (
     TextsAbout,
     commit_name,
 )
+from interpose.store.remote import Remote, local_folder
 from interpose.store.rows import row_length, texts_of
 from interpose.store.sources import Done, Shard, Source
 from interpose.store.store import Store, open_store
@@ -84,7 +85,7 @@ def harvest(
         model: a model of transformers, in eval mode; or what `load` takes.
         texts: a text, several, tokens, a ``.txt`` file (a text a line), a ``.jsonl`` file, a data set, an iterator.
         site: which sites: each has a vector for every token.
-        store: its folder.
+        store: its folder, or a URL that fsspec knows, such as ``s3://bucket/activations``: see docs/store.md.
         pos: which positions of each row: numbers (negative from its end), slices, texts; None for all.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``int8`` (with a scale for each vector); None as made.
         hooks: hooks and edits that are live meanwhile; the store says which.
@@ -145,7 +146,8 @@ def begin(
     live = _live(model, given, engine)
     vectors = Vectors(model, site, dtype=dtype, hooks=given)
     source = texts_of(model, texts, column)
-    folder = Path(store).absolute()
+    remote = _remote(store, engine)
+    folder = local_folder(store) if remote is None else remote.folder
     there = _about_there(folder)
     sites = vectors.described()
     expected = None
@@ -177,12 +179,12 @@ def begin(
         names={} if (names := model.tree.speller()) is None else dataclasses.asdict(names),
     )
     about = _begin(folder, about, there, edits)
-    left = None
-    if expected is not None and source.count is not None:
-        done = open_store(folder).commits
-        left = Left.of(expected, folder, source.count, about.plan.texts, done, part)
+    left = _left(expected, source, folder, about.plan.texts, part)
+    if left is not None and remote is None:
         left.must_fit(folder)
-    job = Harvest(folder, about, source, vectors, part=part, name=name)
+    if remote is not None:
+        remote.begin(part)
+    job = Harvest(folder, about, source, vectors, part=part, name=name, remote=remote)
     return Begun(job, expected, left)
 
 
@@ -206,9 +208,10 @@ class Begun:
             with Progress(progress, total, "token", note=self._note) as bar:
                 run(self.job, engine=engine, workers=workers, step=bar.step)
         except KeyboardInterrupt as ended:
-            ended.add_note(f"What was committed stays in {str(folder)!r}. {GOES_ON}")
+            where = str(folder) if self.job.remote is None else self.job.remote.url
+            ended.add_note(f"What was committed stays in {where!r}. {GOES_ON}")
             raise
-        return open_store(folder)
+        return open_store(folder if self.job.remote is None else self.job.remote.url)
 
     def _note(self, tokens: int) -> str:
         """How many bytes so many tokens are."""
@@ -231,6 +234,7 @@ class Harvest:
         vectors: what runs the model.
         part: which of how many parts of the work.
         name: what other processes load the model from; by default it is sent to them.
+        remote: where segments go, if that is not here.
     """
 
     def __init__(
@@ -242,7 +246,9 @@ class Harvest:
         *,
         part: tuple[int, int],
         name: str | None,
+        remote: Remote | None = None,
     ) -> None:
+        self.remote = remote
         self.folder = folder
         self.about = about
         self.source = source
@@ -261,7 +267,8 @@ class Harvest:
 
     def is_done(self, shard: Shard) -> bool:
         """Whether somebody has committed it by now."""
-        return (self.folder / COMMITS / commit_name(shard.number)).exists()
+        here = (self.folder / COMMITS / commit_name(shard.number)).exists()
+        return here or (self.remote is not None and self.remote.has(shard.number))
 
     def said(self, shard: Shard) -> str:
         """What errors call it."""
@@ -283,7 +290,8 @@ class Harvest:
                 f"a worker on {socket.gethostname()!r} does not see {str(self.folder)!r}. All machines of a cluster "
                 "need a folder that they share."
             )
-        return SegmentMaker(self.folder, self.about, self.vectors)
+        push = None if self.remote is None else self.remote.push
+        return SegmentMaker(self.folder, self.about, self.vectors, push)
 
     def __getstate__(self) -> dict[str, Any]:
         """What other processes are sent: no texts, which come with each shard, and no model that has a name."""
@@ -310,6 +318,29 @@ def _must_be_ready(model: TransformerModel) -> None:
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."
         )
+
+
+def _remote(store: str | Path, engine: str) -> Remote | None:
+    """The object store of a URL, with the records that it has; None of a folder."""
+    remote = Remote.of(store)
+    if remote is not None and engine != "local":
+        raise Unsupported(
+            f"with engine={engine!r} workers share a folder, and {remote.url!r} is a URL. Give a folder that all of "
+            "them see; or start processes with part=(0, 4), part=(1, 4) and so on."
+        )
+    if remote is not None:
+        remote.pull()
+    return remote
+
+
+def _left(
+    expected: Expected | None, source: Source, folder: Path, size: int, part: tuple[int, int]
+) -> Left | None:
+    """What is left to do, where that can be known."""
+    if expected is None or source.count is None:
+        return None
+    done = open_store(folder).commits
+    return Left.of(expected, folder, source.count, size, done, part)
 
 
 def _about_there(folder: Path) -> About | None:

@@ -15,6 +15,7 @@ from interpose.store import checks
 from interpose.store.pools import Pool, generator
 from interpose.store.quantised import restored
 from interpose.store.records import INDEX, STATISTICS, Commit, StoredSite, file_name
+from interpose.store.remote import Remote
 from interpose.store.tensor_files import Mapped
 
 _CHUNK = 4096
@@ -30,12 +31,21 @@ class Segment:
     sites: Mapping[str, StoredSite]
     verify: bool
     _mapped: dict[str, Mapped]
+    remote: Remote | None = None
+
+    def path(self, name: str, *, anew: bool = False) -> Path:
+        """Where one of its files is, copied here first if the store is elsewhere."""
+        path = self.folder / name
+        if self.remote is not None and (anew or not path.exists()):
+            path.unlink(missing_ok=True)
+            self.remote.fetch(self.folder.name, name)
+        return path
 
     def file(self, name: str) -> Mapped:
         """One of its files, checked when it is first looked at."""
         found = self._mapped.get(name)
         if found is None:
-            path = self.folder / name
+            path = self.path(name)
             found = Mapped(path, self.commit.files[name], verify=self.verify)
             self._check(name, found, repr(str(path)))
             self._mapped[name] = found

@@ -37,10 +37,11 @@ from interpose.store.records import (
     commit_name,
     file_name,
 )
+from interpose.store.remote import Remote, as_path, is_url
 from interpose.store.tensor_files import Mapped
 
 
-def open_store(path: str | Path, *, verify: bool = True) -> Store:
+def open_store(path: str | Path, *, verify: bool = True, cache: str | Path | None = None) -> Store:
     """Open a store that `harvest` fills or has filled; also while it does.
 
     ```python
@@ -52,11 +53,14 @@ def open_store(path: str | Path, *, verify: bool = True) -> Store:
     ```
 
     Args:
-        path: its folder.
+        path: its folder, or a URL that fsspec knows, such as ``s3://bucket/activations``.
         verify: compare each file's checksum when it is first used. That reads the file once; without it a changed bit
             is not noticed.
+        cache: of a URL, the folder for copies of the files that are used; by default a temporary one.
     """
-    folder = Path(path)
+    if is_url(path):
+        return _opened(Remote(str(path), cache), verify=verify)
+    folder = as_path(path)
     file = folder / ABOUT
     if not file.is_file():
         raise FileNotFoundError(
@@ -66,16 +70,27 @@ def open_store(path: str | Path, *, verify: bool = True) -> Store:
     return Store(folder, about, verify=verify)
 
 
+def _opened(remote: Remote, *, verify: bool) -> Store:
+    remote.pull()
+    file = remote.folder / ABOUT
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no store in {remote.url!r}: it has no {ABOUT}.")
+    return Store(remote.folder, About.read(file), verify=verify, remote=remote)
+
+
 class Store(Sequence[Cache]):
     """Rows of text with the values of some sites: `open_store` opens one. ``store[7]`` is a row as a `Cache`.
 
     Attributes:
-        path: its folder.
+        path: its folder; of one in an object store, that of the copies.
         about: what it is of: model, texts, sites, hooks.
     """
 
-    def __init__(self, path: Path, about: About, *, verify: bool) -> None:
+    def __init__(
+        self, path: Path, about: About, *, verify: bool, remote: Remote | None = None
+    ) -> None:
         self.path = path
+        self._remote = remote
         self.about = about
         self._verify = verify
         self.segments: list[Segment] = []
@@ -83,6 +98,8 @@ class Store(Sequence[Cache]):
 
     def refresh(self) -> None:
         """See what writers have committed since it was opened."""
+        if self._remote is not None:
+            self._remote.pull()
         known = {segment.commit.segment: segment for segment in self.segments}
         found = []
         for file in sorted((self.path / COMMITS).glob("*.json")):
@@ -102,6 +119,7 @@ class Store(Sequence[Cache]):
                     sites=self.sites,
                     verify=self._verify,
                     _mapped={},
+                    remote=self._remote,
                 )
             found.append(before)
         self.segments = found
@@ -365,7 +383,7 @@ class Store(Sequence[Cache]):
         found = {}
         for segment in self.segments:
             for name, written in segment.commit.files.items():
-                path = segment.folder / name
+                path = segment.path(name, anew=True)
                 try:
                     Mapped(path, written, verify=True)
                 except FileError as error:
@@ -381,13 +399,14 @@ class Store(Sequence[Cache]):
     def drop_damaged(self) -> list[int]:
         """Take back the commits of segments with damaged files, so that the same harvest makes them anew."""
         wrong = {Path(path).parent for path in self.damaged()}
-        gone = [s.commit.segment for s in self.segments if s.folder in wrong]
-        for segment in self.segments:
-            if segment.folder in wrong:
-                (self.path / COMMITS / f"{segment.commit.segment:08d}.json").unlink()
-                shutil.rmtree(segment.folder, ignore_errors=True)
+        gone = {s.commit.segment: s.commit for s in self.segments if s.folder in wrong}
+        if self._remote is not None:
+            self._remote.drop(gone)
+        for number, commit in gone.items():
+            (self.path / COMMITS / commit_name(number)).unlink()
+            shutil.rmtree(self.path / SEGMENTS / commit.folder, ignore_errors=True)
         self.refresh()
-        return gone
+        return list(gone)
 
     def info(self) -> StoreInfo:
         """What it holds, and what it was made of: model, texts, hooks, versions."""
@@ -399,13 +418,18 @@ class Store(Sequence[Cache]):
             "segments": len(self.segments),
             "complete": self.complete,
         }
-        return StoreInfo.of(str(self.path), self.about, counts)
+        where = str(self.path) if self._remote is None else self._remote.url
+        return StoreInfo.of(where, self.about, counts)
+
+    @property
+    def _name(self) -> str:
+        return self.path.name if self._remote is None else self._remote.url
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "not complete"
         title = (
             f"Store of {len(self):,} rows, {self.tokens:,} tokens, {human_bytes(self.nbytes)}, {state}: "
-            f"{self.about.model.name or self.about.model.kind or 'a model without a name'} in {self.path.name!r}"
+            f"{self.about.model.name or self.about.model.kind or 'a model without a name'} in {self._name!r}"
         )
         return table(("site", "vectors", "shape", "dtype", "size"), self._table(), title=title)
 

@@ -202,10 +202,42 @@ def test_initial_weights_are_drawn_as_there(name: str, row: list[float]) -> None
 def test_configs_have_the_newer_fields_and_late_sizes() -> None:
     sizes: dict[str, Any] = {"n_layers": 1, "d_model": 8, "n_ctx": 5, "d_head": 4, "act_fn": "gelu"}
     cfg = HookedTransformerConfig(**sizes, attention_dir="bidirectional", norm_topk_prob=False)
-    cfg.d_vocab = cfg.d_vocab_out = 7
+    cfg.d_vocab = 7
     assert HookedEncoder(cfg).W_E.shape == (7, 8)
+    assert HookedEncoder(cfg).W_U.shape == (8, 7)
     with pytest.raises(Unsupported, match="use_yarn_rope: models from scratch have no positions"):
         HookedTransformerConfig(**sizes, d_vocab=7, use_yarn_rope=True)
     tokenizer = texts.like_gpt2()
     late = HookedTransformer(HookedTransformerConfig(**sizes), tokenizer)
     assert late.cfg.d_vocab == len(tokenizer) == late.W_U.shape[1]
+
+
+@both
+def test_generation_gives_logits_and_the_tokens_it_went_on_from(which: str) -> None:
+    model = made(which)
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    plain = model.generate(TEXTS[0], return_type="tokens", **options)
+    found = model.generate(TEXTS[0], output_logits=True, **options)
+    assert torch.equal(found.sequences, plain)
+    assert len(found.logits) == 3
+    behind = model(plain)[:, -4:-1]
+    torch.testing.assert_close(torch.stack(found.logits, 1), behind, atol=1e-4, rtol=1e-4)
+    written, given = model.generate(TEXTS[0], return_input_tokens=True, **options)
+    assert isinstance(written, str)
+    assert torch.equal(given, model.to_tokens(TEXTS[0]))
+    _, given = model.generate(TEXTS[0], return_input_tokens=True, prepend_bos=False, **options)
+    assert torch.equal(given, model.to_tokens(TEXTS[0], prepend_bos=False))
+
+    def after_one(tokens: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(tokens),), tokens.shape[1] > given.shape[1] + 1, dtype=torch.bool)
+
+    for criteria in (after_one, [after_one]):
+        stopped = model.generate(given, stopping_criteria=criteria, return_type="tokens", **options)
+        assert stopped.shape[1] == given.shape[1] + 2
+
+
+def test_heads_are_labelled_as_each_class_labels_them() -> None:
+    module = made("eos").module
+    labels = ["L0H0", "L0H1", "L0H2", "L0H3", "L1H0", "L1H1", "L1H2", "L1H3"]
+    assert HookedTransformer(module).all_head_labels() == labels
+    assert TransformerBridge(module).all_head_labels == labels

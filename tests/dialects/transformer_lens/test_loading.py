@@ -110,6 +110,22 @@ def test_checkpoints_of_training_are_revisions(monkeypatch: pytest.MonkeyPatch) 
     assert given["device"] == "cpu"
 
 
+def test_names_and_checkpoints_can_be_asked_for() -> None:
+    asked = ("gpt2-small", "pythia", "gelu-2l", "somebody/else")
+    assert [tl.loading.get_official_model_name(name) for name in asked] == [
+        "gpt2",
+        "EleutherAI/pythia-70m",
+        "NeelNanda/GELU_2L512W_C4_Code",
+        "somebody/else",
+    ]
+    steps, what = tl.loading.get_checkpoint_labels("pythia-70m")
+    assert (len(steps), steps[3], steps[-1], what) == (154, 4, 143_000, "step")
+    assert tl.loading.get_checkpoint_labels("pythia-70m-v0")[0][0] == 1000
+    assert len(tl.loading.get_checkpoint_labels("stanford-gpt2-small-a")[0]) == 609
+    with pytest.raises(ValueError, match="no checkpoints of training are known of 'gpt2'"):
+        tl.loading.get_checkpoint_labels("gpt2")
+
+
 FIRST = {
     ("gpt2", "eos"): [-3.2145, -4.5825, -3.2798],
     ("gpt2", "pad"): [0.1068, -4.0351, -4.0174],
@@ -159,6 +175,8 @@ PATHS = {
     "cache.key_value_cache": ["TransformerLensKeyValueCache"],
     "cache.key_value_cache_entry": ["TransformerLensKeyValueCacheEntry"],
     "config": ["HookedTransformerConfig"],
+    "loading": ["get_official_model_name"],
+    "loading_from_pretrained": ["get_official_model_name", "get_checkpoint_labels"],
     "hook_points": ["HookPoint", "HookedRootModule"],
     "model_bridge": ["TransformerBridge"],
     "past_key_value_caching": [
@@ -195,3 +213,42 @@ def test_state_dicts_of_models_from_scratch_have_the_masks_that_loaders_delete()
     for layer in range(2):
         del state[f"blocks.{layer}.attn.mask"], state[f"blocks.{layer}.attn.IGNORE"]
     assert set(state) == set(model.module.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "opt"])
+def test_state_dicts_of_loaded_models_have_the_names_and_shapes_there(kind: str) -> None:
+    model, other = (HookedTransformer(tiny.build(kind)) for _ in range(2))
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    before, state = model(tokens), model.state_dict()
+    cfg = model.cfg
+    assert state["blocks.1.attn.W_Q"].shape == (cfg.n_heads, cfg.d_model, cfg.d_head)
+    assert torch.equal(state["embed.W_E"], model.W_E)
+    assert state["blocks.1.attn.mask"].shape == (cfg.n_ctx, cfg.n_ctx)
+    assert bool(state["blocks.0.attn.IGNORE"].isneginf())
+    changed = {name: value.clone() for name, value in state.items()}
+    for layer in range(2):
+        changed[f"blocks.{layer}.attn.W_V"] *= 2
+    assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
+    assert not torch.equal(model(tokens), before)
+    doubled = model.run_with_cache(tokens)[1]["v", 0] - model.b_V[0]
+    plain = other.run_with_cache(tokens)[1]["v", 0] - other.b_V[0]
+    torch.testing.assert_close(doubled, 2 * plain, atol=1e-5, rtol=1e-5)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(tokens), before)
+    model.load_state_dict(other.module.state_dict())  # its own names are taken too
+    with pytest.raises(ValueError, match=r"not in both: \['blocks.0.attn.W_V'\]"):
+        other.load_state_dict({k: v for k, v in state.items() if k != "blocks.0.attn.W_V"})
+    with pytest.raises(ValueError, match=r"'embed.W_E' is \[3\] in the state dict"):
+        other.load_state_dict(state | {"embed.W_E": torch.zeros(3)})
+    assert list(tl.TransformerBridge(other.module).state_dict()) == list(other.module.state_dict())
+
+
+def test_a_state_dict_that_has_no_place_in_the_module_is_refused() -> None:
+    model = HookedTransformer(tiny.build("gpt2"))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["unembed.b_U"] += 1  # GPT-2's head has no bias
+    with pytest.raises(Unsupported, match=r"'unembed\.b_U' cannot be loaded"):
+        model.load_state_dict(state)
+    experts = HookedTransformer(tiny.build("mixtral"))
+    with pytest.raises(Unsupported, match=r"model\.module\.state_dict\(\) has"):
+        experts.state_dict()

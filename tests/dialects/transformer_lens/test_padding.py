@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpose.dialects.transformer_lens import HookedTransformer, TransformerBridge, utils
+from interpose.dialects.transformer_lens import (
+    HookedTransformer,
+    HookedTransformerConfig,
+    TransformerBridge,
+    utils,
+)
 from tests.models import texts, tiny
 
 TEXTS = ["the cat", "the dog ran in the park"]
@@ -242,3 +247,24 @@ def test_a_callable_filter_ranges_over_what_none_means(which: str) -> None:
 
     model.run_with_hooks(TEXTS[0], fwd_hooks=[(lambda name: True, note)])
     assert set(heard) == everything
+
+
+@pytest.mark.parametrize("normalized", ["LN", "RMS"])
+def test_a_token_that_is_masked_inside_a_text_is_none_of_it(normalized: str) -> None:
+    cfg = HookedTransformerConfig(
+        n_layers=2,
+        d_model=12,
+        d_head=4,
+        n_ctx=9,
+        d_vocab=11,
+        act_fn="gelu",
+        normalization_type=normalized,
+        seed=0,
+    )
+    model = HookedTransformer(cfg)
+    model.load_state_dict({k: 3 * v if "W_" in k else v for k, v in model.state_dict().items()})
+    tokens, mask = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[1, 1, 0, 1, 1, 1]])
+    without = model(tokens[:, [0, 1, 3, 4, 5]])
+    found = model(tokens, attention_mask=mask)[:, [0, 1, 3, 4, 5]]
+    torch.testing.assert_close(found, without, atol=1e-5, rtol=1e-5)
+    assert (model(tokens)[:, 3:] - without[:, 2:]).abs().max() > 0.1

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TransformerBridge,
     )
     from interpose.dialects.transformer_lens.hooks.hooked_root_module import HookedRootModule
+    from interpose.dialects.transformer_lens.next_sentence import BertNextSentencePrediction
     from interpose.dialects.transformer_lens.past_key_value_caching import (
         HookedTransformerKeyValueCache,
         HookedTransformerKeyValueCacheEntry,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _HERE = "interpose.dialects.transformer_lens"
 _HOME_OF = {
     "ActivationCache": "cache.activation_cache",
+    "BertNextSentencePrediction": "next_sentence",
     "FactoredMatrix": "factored_matrix",
     "HookPoint": "hook_points",
     "HookedEncoder": "hooked_transformer",
@@ -54,6 +56,7 @@ _MODULES = (
     "evals",
     "head_detector",
     "hook_points",
+    "loading",
     "patching",
     "train",
     "utilities",
@@ -88,6 +91,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ActivationCache",
+    "BertNextSentencePrediction",
     "FactoredMatrix",
     "HookPoint",
     "HookedEncoder",
@@ -105,6 +109,7 @@ __all__ = [
     "evals",
     "head_detector",
     "hook_points",
+    "loading",
     "patching",
     "train",
     "utilities",

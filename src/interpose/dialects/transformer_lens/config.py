@@ -282,6 +282,8 @@ class LoadedConfig(HookedTransformerConfig):
         self.default_prepend_bos = default_prepend_bos
         self.attn_scale = known.d_head**0.5 if known.d_head else None  # type: ignore[assignment]
         self.use_normalization_before_and_after = {"ln1", "ln1_post"} <= norms
+        of_module = getattr(model.root, "config", None)
+        self.decoder_start_token_id = getattr(of_module, "decoder_start_token_id", None)
         self.attention_dir = "causal" if causal else "bidirectional"
         if known.d_mlp is not None:
             self.n_params = self._parameters_of_blocks()

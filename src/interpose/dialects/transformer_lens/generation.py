@@ -10,9 +10,7 @@ from torch import Tensor
 _SAME = ("do_sample", "top_k", "top_p", "repetition_penalty", "stop_strings", "stopping_criteria")
 _LEFT_OUT = {
     "return_cache": "run_with_cache on the finished text does the same; model.record keeps the steps themselves",
-    "return_input_tokens": "to_tokens gives them",
     "names_filter": "it goes with return_cache",
-    "output_logits": "give return_dict_in_generate=True, output_logits=True, as transformers has it",
 }
 
 
@@ -30,6 +28,11 @@ def options_for(given: dict[str, Any]) -> dict[str, Any]:
     made |= {name: given.pop(name) for name in _SAME if given.get(name) is not None}
     for name in _SAME:
         given.pop(name, None)
+    criteria = made.get("stopping_criteria")
+    if callable(criteria) and not isinstance(criteria, list):
+        made["stopping_criteria"] = [criteria]
+    if given.pop("output_logits", False):
+        made |= {"output_logits": True, "return_dict_in_generate": True}
     temperature = given.pop("temperature", 1.0)
     if temperature == 0:
         made["do_sample"] = False

@@ -7,7 +7,7 @@ A loaded model is the one that transformers loads, with its own forward and its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -22,7 +22,6 @@ from interpose.dialects.transformer_lens.lens_processing import LensProcessing
 from interpose.dialects.transformer_lens.lens_text import (
     LensText,
     own_tokenizer,
-    predict_next_sentence,
     predictions,
 )
 from interpose.dialects.transformer_lens.lens_weights import LensWeights
@@ -32,13 +31,16 @@ from interpose.dialects.transformer_lens.loading.nicknames import on_hub, revisi
 from interpose.dialects.transformer_lens.loading.published import (
     WITHOUT_BOS,
     WITHOUT_BOS_IN_OLD_CLASSES,
+    as_trained,
     prepends_bos,
 )
+from interpose.dialects.transformer_lens.next_sentence import predict_next_sentence
 from interpose.dialects.transformer_lens.scratch.model import build, read, saved
 from interpose.dialects.transformer_lens.scratch.processing import STEPS
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
 from interpose.errors import Unsupported
 from interpose.models import loading
+from interpose.models.transformer import TransformerModel
 
 
 class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
@@ -63,6 +65,8 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
     """
 
     _without_bos: frozenset[str] | None = WITHOUT_BOS_IN_OLD_CLASSES
+    _processes = True
+    """Whether weights are processed where nobody says otherwise."""
 
     def __init__(
         self,
@@ -150,6 +154,8 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         }
         if n_devices > 1:
             options["device_map"] = "auto"
+        if not cls._processes:
+            flags = {flag: bool(value) for flag, value in flags.items()}
         processor, name = None, on_hub(model_name)
         step = revision(name, checkpoint_index, checkpoint_value)
         options |= {} if step is None else {"revision": step}
@@ -160,7 +166,7 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
             found = loading.tokenizer_of(model_name)
         elif hf_model is None:
             own_files.must_be_here(model_name)
-            loaded = loading.load(name, device=device, dtype=dtype, **options)
+            loaded = cls._loaded(name, device=device, dtype=dtype, **options)
             module, found, processor = loaded.module, loaded.tokenizer, loaded.processor
         else:
             module = hf_model if device is None else hf_model.to(device)
@@ -180,6 +186,11 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         if any(value is not False for value in flags.values()):
             model.process_weights_(**flags, copy=hf_model is not None and module is hf_model)
         return model
+
+    @classmethod
+    def _loaded(cls, name: str, **options: Any) -> TransformerModel:
+        """A model of transformers by its name."""
+        return loading.load(name, **options)
 
     @classmethod
     def from_pretrained_no_processing(cls, model_name: str, **options: Any) -> Self:
@@ -257,6 +268,12 @@ class TransformerBridge(HookedTransformer):
     compatibility_mode = False
     _without_bos = WITHOUT_BOS
     _masked_is_infinite = False
+    _as_transformers = True
+
+    @property
+    def all_head_labels(self) -> list[str]:  # type: ignore[override]
+        """A label for every head, in order; a method of the old classes."""
+        return super().all_head_labels()
 
     @property
     def original_model(self) -> nn.Module:
@@ -373,9 +390,17 @@ class HookedEncoder(HookedTransformer):
     """An encoder such as BERT; ``return_type="predictions"`` names the likeliest word at each mask."""
 
     _without_bos = None
+    _processes = False
+
+    @classmethod
+    def _loaded(cls, name: str, **options: Any) -> TransformerModel:
+        """A BERT with both its heads, of which its config names one."""
+        return loading.load(name, **options, **as_trained(name, options))
 
     def __call__(self, input: Any = None, *, return_type: Any = "logits", **kwargs: Any) -> Any:
-        """Run the encoder: logits of the masked-language head, or its words for the masks."""
+        """Run the encoder: logits of the head for masked words, or words for the masks; of a mapping, all it gives."""
+        if isinstance(input, Mapping) and return_type == "logits":
+            return super().__call__(input, **kwargs)
         if return_type != "predictions":
             return super().__call__(input, return_type=return_type, **kwargs)
         logits = super().__call__(input, return_type="logits", **kwargs)
@@ -388,6 +413,7 @@ class HookedEncoderDecoder(HookedTransformer):
     """An encoder-decoder such as T5: ``model(text, decoder_input=tokens)``."""
 
     _without_bos = None
+    _processes = False
 
     def __call__(self, input: Any = None, decoder_input: Any = None, **kwargs: Any) -> Any:
         """Run encoder and decoder."""

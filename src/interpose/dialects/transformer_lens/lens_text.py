@@ -228,8 +228,14 @@ class LensText(FromScratch):
                 new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``.
             max_new_tokens: how many.
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
-                ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers.
+                ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers. With
+                ``output_logits`` it is an output of transformers, with ``sequences`` and ``logits``; with
+                ``return_input_tokens`` what was written and the tokens it went on from.
         """
+        if options.pop("return_input_tokens", False):
+            begin = options.get("prepend_bos")
+            read = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
+            return self.generate(input, max_new_tokens, **options), read
         if self.is_from_scratch:
             return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)
@@ -316,16 +322,11 @@ def positions_may_be_given(model: TransformerModel) -> bool:
     return known(model, "positions may be given", prove, tried=False)
 
 
-def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str:
-    """The likeliest word at each mask, as one text."""
+def predictions(model: TransformerModel, tokens: Tensor, logits: Tensor) -> str | list[str]:
+    """The likeliest word at the mask; a numbered list of them, if there are several."""
     tokenizer = model.tokenizer
     masked = tokens == tokenizer.mask_token_id
-    return str(tokenizer.decode(logits[masked].argmax(-1)))
-
-
-@torch.no_grad()
-def predict_next_sentence(model: TransformerModel, first: str, second: str) -> str:
-    """Whether a model with a next-sentence head takes the second sentence for the one that follows."""
-    pair = model._tokenizer()(first, second, return_tensors="pt").to(model.device)
-    follows = int(model(**pair).logits[0].argmax()) == 0
-    return "The sentences are sequential" if follows else "The sentences are NOT sequential"
+    words = str(tokenizer.decode(logits[masked].argmax(-1))).split(" ")
+    return (
+        words[0] if len(words) == 1 else [f"Prediction {n}: {word}" for n, word in enumerate(words)]
+    )

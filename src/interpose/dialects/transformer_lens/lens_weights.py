@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from interpose.dialects.transformer_lens.factored_matrix import FactoredMatrix
 from interpose.dialects.transformer_lens.utilities.tensors import composition_scores
 from interpose.errors import Unsupported
 from interpose.models.transformer import TransformerModel
-from interpose.models.weights.views import block_weights, end_weights
 
 
 class LensWeights(TransformerModel):
@@ -111,25 +109,6 @@ class LensWeights(TransformerModel):
     def OV_for_attn_layers(self) -> tuple[list[int], FactoredMatrix]:
         """The layers that have attention, and their OV circuits."""
         return list(range(len(self.blocks))), self.OV
-
-    def tl_parameters(self) -> dict[str, Tensor]:
-        """Every weight by TransformerLens's name and in its shape: ``blocks.0.attn.W_Q``. Read-only views."""
-        found: dict[str, Tensor] = {}
-        parts = ("embed", "pos_embed", "ln_final", "unembed")
-        for name, getter in end_weights(self.anatomy, lambda: self.cfg.n_ctx).items():
-            if name.startswith(parts):
-                found[name] = getter()
-        for tower in self.anatomy.towers:
-            for block in tower.blocks:
-                for name, getter in block_weights(block).items():
-                    found[f"{tower.prefix}blocks.{block.index}.{name}"] = getter()
-        return found
-
-    def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The items of `tl_parameters`."""
-        return iter(self.tl_parameters().items())
-
-    get_params = tl_parameters
 
     @property
     def n_params_total(self) -> int:

@@ -210,9 +210,10 @@ def generate(
     finally:
         here.end(tokens)
         _HERE.reset(token)
-    if return_type == "tokens" or (return_type == "input" and not is_text(input)):
+    asked_for_tokens = return_type == "tokens" or (return_type == "input" and not is_text(input))
+    if asked_for_tokens or not isinstance(tokens, Tensor):  # a dict that was asked for stays one
         return tokens
-    texts = model.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    texts = model._tokenizer().batch_decode(tokens, skip_special_tokens=True)
     return texts if isinstance(input, (list, tuple)) or len(texts) > 1 else texts[0]
 
 

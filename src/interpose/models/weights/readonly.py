@@ -64,6 +64,12 @@ class ReadOnly(Tensor):
         return self.clone().__reduce_ex__(protocol)
 
 
+def writable(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that may be written to: for state dicts, which are the parameters themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
+
+
 def _advice(sources: tuple[str, ...]) -> str:
     copy = "To change a copy: .clone() it first."
     if not sources:

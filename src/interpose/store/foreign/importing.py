@@ -22,6 +22,7 @@ from interpose.store.filling import fill_segment
 from interpose.store.foreign.layouts import ForeignRow, Layout, layout_of
 from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin
 from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
+from interpose.store.remote import local_folder
 from interpose.store.rows import Row, rows_of, texts_of
 from interpose.store.sources import Shard, digest
 from interpose.store.store import Store, open_store
@@ -72,7 +73,7 @@ def import_activations(
     if first is None:
         raise FileError(f"{str(path)!r} has no texts.")
     names = {theirs: _site(model, theirs) for theirs in first.values}
-    folder = Path(store).absolute()
+    folder = local_folder(store)
     about = _about(layout, read.fingerprint(), first, names, model)
     commits: Mapping[int, Any] = {}
     rows = iter(layout.rows())

@@ -147,6 +147,17 @@ def own_file(name: str) -> str | None:
     return f"NeelNanda/{kind}_{size}_{'Wiki_Finetune' if tuned else 'C4_Code'}"
 
 
+def checkpoints_of(name: str) -> list[int] | None:
+    """The steps of training at which a repository has checkpoints; None if none are known."""
+    if name.startswith("EleutherAI/pythia"):
+        early = [] if name.endswith("-v0") else [0, *(2**n for n in range(10))]
+        return [*early, *range(1000, 143_001, 1000)]
+    if name.startswith("stanford-crfm/"):
+        steps = [*range(0, 100, 10), *range(100, 2000, 50), *range(2000, 20_000, 100)]
+        return [*steps, *range(20_000, 400_001, 1000)]
+    return None
+
+
 def revision(name: str, index: int | None, value: int | None) -> str | None:
     """The revision of a repository that has a checkpoint of training; None for the last.
 
@@ -157,15 +168,10 @@ def revision(name: str, index: int | None, value: int | None) -> str | None:
     """
     if index is None and value is None:
         return None
-    if name.startswith("EleutherAI/pythia"):
-        steps = [0, *(2**n for n in range(10)), *range(1000, 143_001, 1000)]
-        label = "step"
-    elif name.startswith("stanford-crfm/"):
-        steps = [*range(0, 100, 10), *range(100, 2000, 50), *range(2000, 20_000, 100)]
-        steps += range(20_000, 400_001, 1000)
-        label = "checkpoint-"
-    else:
+    steps = checkpoints_of(name)
+    if steps is None:
         raise ValueError(f"no checkpoints of training are known of {name!r}; give revision=...")
+    label = "checkpoint-" if name.startswith("stanford-crfm/") else "step"
     if value is None:
         assert index is not None
         value = steps[index]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
+from interpose.models.hub import within_reach
+
 WITHOUT_BOS = frozenset(
     """
     audioflamingo3 bloom ernie4_5 ernie4_5_moe exaone exaone4 glm glm4 glm4_moe glm4_moe_lite
@@ -28,3 +32,22 @@ def prepends_bos(module: Any, without: frozenset[str]) -> bool:
     """
     config = getattr(module, "config", None)
     return getattr(config, "model_type", None) not in without
+
+
+def as_trained(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options that load a BERT with the heads it was trained with: its config on the hub names one of the two.
+
+    Args:
+        name: the repository.
+        options: of the load, which go before.
+    """
+    if "config" in options:
+        return {}
+    asked: dict[str, Any] = {
+        key: options[key] for key in ("revision", "token", "cache_dir") if key in options
+    }
+    config: Any = transformers.AutoConfig.from_pretrained(name, **within_reach(name, asked))
+    if config.model_type != "bert" or config.architectures != ["BertForMaskedLM"]:
+        return {}
+    config.architectures = ["BertForPreTraining"]
+    return {"config": config}

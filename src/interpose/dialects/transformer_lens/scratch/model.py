@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from interpose.dialects.transformer_lens.config import HookedTransformerConfig
+from interpose.dialects.transformer_lens.loading.state_dicts import StateDicts, with_masks
 from interpose.dialects.transformer_lens.position_part import PositionPart
 from interpose.dialects.transformer_lens.scratch.points import Point
 from interpose.dialects.transformer_lens.scratch.transformer import Transformer
@@ -24,14 +26,13 @@ from interpose.files.writing import replacing, write_whole
 from interpose.models import loading
 from interpose.models.discovery.anatomy import Anatomy
 from interpose.models.naming.tree import SemanticTree
-from interpose.models.transformer import TransformerModel
 from interpose.models.weights.attributes import Part
 from interpose.sites.tree import ModuleTree
 
 CONFIG, WEIGHTS = "hooked_transformer.json", "hooked_transformer.safetensors"
 
 
-class FromScratch(TransformerModel):
+class FromScratch(StateDicts):
     """What is different where the module is one of ours: sites and weights are its own, no probe finds them."""
 
     @property
@@ -59,16 +60,16 @@ class FromScratch(TransformerModel):
         return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's; of a model from scratch also the masks that TransformerLens writes, and its users delete."""
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        if isinstance(self.module, Transformer) and not args and not kwargs:
-            cfg = self.module.cfg
-            mask = torch.ones(cfg.n_ctx, cfg.n_ctx, dtype=torch.bool, device=cfg.device)
-            mask = mask.tril() if cfg.attention_dir == "causal" else mask
-            for layer in range(cfg.n_layers):
-                found[f"blocks.{layer}.attn.mask"] = mask
-                found[f"blocks.{layer}.attn.IGNORE"] = torch.tensor(-torch.inf, device=cfg.device)
-        return found
+        """Weights by TransformerLens's names, with the masks that it writes, and its users delete."""
+        if not isinstance(self.module, Transformer) or args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return with_masks(self.module.state_dict(), self.module.cfg)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights under TransformerLens's names, or under those of the module."""
+        if isinstance(self.module, Transformer):
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Save the model in a folder, for ``from_pretrained``; its tokenizer too."""
@@ -97,7 +98,8 @@ def build(
             raise ValueError(f"no tokenizer was found for tokenizer_name={cfg.tokenizer_name!r}.")
     if tokenizer is not None and cfg.d_vocab == -1:
         cfg.d_vocab = max(tokenizer.get_vocab().values()) + 1
-        cfg.d_vocab_out = cfg.d_vocab if cfg.d_vocab_out == -1 else cfg.d_vocab_out
+    if cfg.d_vocab_out == -1:
+        cfg.d_vocab_out = cfg.d_vocab
     if cfg.d_vocab < 1:
         raise ValueError("a model needs d_vocab, or a tokenizer to take it from.")
     device = cfg.device

@@ -19,7 +19,7 @@ from interpose.dialects.transformer_lens.scratch.attention import Attention, Con
 from interpose.dialects.transformer_lens.scratch.mlp import MLP
 from interpose.dialects.transformer_lens.scratch.norms import Norm, make_norm
 from interpose.dialects.transformer_lens.scratch.points import Point
-from interpose.models.running.padding import positions as text_positions
+from interpose.dialects.transformer_lens.utilities.tensors import get_offset_position_ids
 
 
 class Embed(nn.Module):
@@ -231,9 +231,7 @@ class Transformer(nn.Module):
             mask = None
         of_keys = torch.arange(length, device=stream.device)
         if mask is not None:
-            of_keys = text_positions(mask)
-            if past is not None:  # what was padding between two texts is none of either
-                of_keys = (mask.cumsum(-1) - 1).clamp(min=0)
+            of_keys = get_offset_position_ids(0, mask)  # what is masked inside a text is none of it
         if positions is None:
             positions = of_keys[..., -new:]
         embedded = None
