@@ -24,6 +24,13 @@ from interpose.models.running import generation
 from interpose.models.running.forward import Forward
 from interpose.models.running.text import Text
 from interpose.models.selection import Some
+from interpose.models.spread import (
+    Partial,
+    must_be_whole,
+    must_not_be_spread,
+    partial_values,
+    whole_only,
+)
 from interpose.models.stream.whole import Stream
 from interpose.models.weights.attributes import OURS, part_of
 from interpose.models.weights.config import ModelConfig, describe
@@ -43,13 +50,28 @@ class TransformerModel(Text, Forward, Weights, Model):
         self._flags: list[tuple[nn.Module, str, Any]] = []
         self._rests_on: Conditions | None = None
         self._probe_inputs: Mapping[str, Any] | None = None
+        self._partial: tuple[int, Partial] | None = None
         super().__init__(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, self.tokenizer, self.processor)
 
     def _make_tree(self, module: nn.Module) -> ModuleTree:
-        return SemanticTree(module, lambda: Table(self.anatomy))
+        return SemanticTree(module, lambda: whole_only(Table(self.anatomy), self.partial))
+
+    @property
+    def partial(self) -> Partial:
+        """Where a process has a part of a value, of a model that is spread over several: see `models/spread.py`."""
+        if self._partial is None or self._partial[0] != self.changes:
+            self._partial = self.changes, partial_values(self.root, self._probe_inputs)
+        return self._partial[1]
+
+    def select(self, wanted: Any) -> list[tuple[Site, bool]]:
+        """The sites that a filter means; refused where each process has a part of the value alone."""
+        found = super().select(wanted)
+        if self.partial:
+            must_be_whole((site for site, _ in found), self.partial)
+        return found
 
     @property
     def anatomy(self) -> Anatomy:
@@ -199,6 +221,7 @@ class TransformerModel(Text, Forward, Weights, Model):
             layer: which blocks; by default the first, a middle and the last.
             differences: also compare gradients with central differences (meant for float32).
         """
+        must_not_be_spread(self.root, "model.check()", "it looks at weights")
         if inputs is not None and self._anatomy is None:
             self.probe(inputs)
         self.anatomy  # noqa: B018 - with inputs that the probe had to find out

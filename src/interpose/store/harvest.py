@@ -20,6 +20,7 @@ from interpose.errors import FileError, Unsupported
 from interpose.jobs.job import Worker, gpus_of, live_hooks, must_be_engine, must_travel, run
 from interpose.models.loading import load
 from interpose.models.running.rows import must_read_text
+from interpose.models.spread import must_not_be_spread
 from interpose.models.transformer import TransformerModel
 from interpose.progress import Progress, ShowProgress
 from interpose.render.text import human_bytes
@@ -314,6 +315,7 @@ class Harvest:
 def _must_be_ready(model: TransformerModel) -> None:
     """Refuse a model that reads no text, or of which every run is another one."""
     must_read_text(model)
+    must_not_be_spread(model.root, "a harvest", "each of them would write")
     if model.module.training:
         raise Unsupported(
             "the model is in training mode, where dropout makes every run another one. Call model.eval() first."

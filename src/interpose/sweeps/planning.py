@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interpose.models.knowledge import known
+from interpose.models.spread import must_not_be_spread
 from interpose.sweeps.cells import Cell
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Sizes:
     @staticmethod
     def of(model: TransformerModel) -> Sizes:
         """Those of a model, looked for once."""
+        must_not_be_spread(model.root, "a sweep", "each would plan by the memory it has")
         parameter = next(model.module.parameters())
         size, device = parameter.element_size(), parameter.device
 

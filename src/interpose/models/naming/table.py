@@ -18,11 +18,11 @@ from interpose.models.discovery.anatomy import (
 )
 from interpose.models.discovery.parts import why_not_plain
 from interpose.models.naming.axes import Axes, Layout, Rows
-from interpose.models.naming.spread import withhold
 from interpose.models.reach.derived import ExpertOutputs, HeadInputs, HeadResults, NormScale
 from interpose.models.reach.inner import Core, FunctionPoint, InnerPoint, Reach
 from interpose.models.reach.interface import Interface
 from interpose.models.reach.lenses import Batched, Folded, Heads, Stash, Swapped, Switches
+from interpose.models.spread import withhold
 from interpose.sites.grammar import OUTPUT, Tail
 from interpose.sites.lens import Lens, Switch
 from interpose.sites.tree import Site

@@ -23,6 +23,7 @@ from interpose.models.discovery.anatomy import (
     Tower,
 )
 from interpose.models.discovery.parts import ACTIVATIONS, linear_shape
+from interpose.models.spread import is_spread
 from interpose.models.weights.views import first_row
 from interpose.models.weights.weights import main_tower
 
@@ -100,12 +101,20 @@ def describe(model: TransformerModel) -> ModelConfig:
     final = tower.final_norm if tower is not None else None
     floats = [p.dtype for p in root.parameters() if p.is_floating_point()]
     d_model = _d_model(tower, attention, mlp, text)
+    spread = is_spread(root)
+
+    def whole(name: str, found: int | None) -> int | None:
+        """A number that each process finds a part of, where a model is spread over several."""
+        return getattr(text, name, found) if spread else found
+
     return ModelConfig(
         model_name=getattr(config, "name_or_path", None) or None,
         original_architecture=type(root).__name__,
         n_layers=len(tower.blocks) if tower is not None else None,
-        n_heads=attention.n_heads if attention is not None else None,
-        n_key_value_heads=attention.n_key_value_heads if attention is not None else None,
+        n_heads=whole("num_attention_heads", getattr(attention, "n_heads", None)),
+        n_key_value_heads=whole(
+            "num_key_value_heads", getattr(attention, "n_key_value_heads", None)
+        ),
         d_model=d_model,
         d_head=attention.d_head if attention is not None else None,
         d_mlp=_shape(mlp.down)[0] if mlp is not None else None,
