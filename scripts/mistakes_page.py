@@ -177,9 +177,20 @@ MISTAKES: dict[str, str] = {
         ip.sweep(model, text, "Rome", over="layer", metric=ip.metrics.logit(" Paris"))
         ip.sweep(model, text, other, over="layer", metric=ip.metrics.logit("Paris"))
         ip.sweep(model, text, other, over="layer", metric=ip.metrics.logit(" Eiffel Tower"))
+        ip.measure(model, [[3]], ip.metrics.loss())
         ip.logit_lens(model, text, layer=9)
         ip.logit_lens(model, text, answer="Paris")
         ip.sweep(model.train(), text, other, over="layer", metric=ip.metrics.logit(" Paris"))
+    """,
+    "Files": """
+        ip.SAE.from_pretrained("no_such_folder")
+        ip.open_store("no_such_folder")
+        ip.load_edits("no_such_folder")
+        ip.load_collected("no_such_folder")
+        ip.load_result("no_such_file.json")
+        ip.Experiment.load("no_such_file.json")
+        ip.logit_lens(model, text, progress=False).save("lens.doc")
+        ip.save_edits("folder", "z")
     """,
 }
 

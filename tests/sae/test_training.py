@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpose as ip
+from interpose.sae.training.ahead import Ahead
 from interpose.sae.training.dead import resample
 from interpose.sae.training.learner import Learner
 from interpose.sae.training.losses import losses
@@ -471,3 +472,61 @@ def test_vectors_that_are_no_numbers_end_it() -> None:
     sae = ip.TopKSAE(8, 16, k=2)
     with pytest.raises((FloatingPointError, ValueError), match=r"nan"):
         ip.train_sae(x, sae, steps=20, batch_size=50, say_every=1, **QUIET)
+
+
+def test_batches_read_ahead_are_the_same_and_so_are_their_states() -> None:
+    x = mixed(500)
+
+    def made() -> PooledBatches:
+        return PooledBatches(InMemory(x), batch_size=64, shuffle=True, seed=0, epochs=2)
+
+    plain, ahead = made(), Ahead(made(), pinned=False)
+    assert ahead.state_dict() == plain.state_dict()
+    for count, batch in enumerate(ahead):
+        assert torch.equal(batch["values"], next(plain)["values"])
+        assert ahead.state_dict() == plain.state_dict(), count
+        if count == 4:
+            later = Ahead(made(), pinned=False)
+            later.load_state_dict(ahead.state_dict())
+    assert count == 15
+    with pytest.raises(StopIteration):
+        next(ahead)
+    whole = list(made())
+    assert torch.equal(next(later)["values"], whole[5]["values"])
+    assert not torch.equal(whole[4]["values"], whole[5]["values"])
+    later.close()
+    assert later._thread is not None
+    assert not later._thread.is_alive()
+
+
+def test_what_fails_while_reading_ahead_is_raised_where_the_batch_is_asked_for() -> None:
+    class Broken(PooledBatches):
+        def __next__(self) -> ip.ActivationBatch:
+            raise ip.FileError("cut off")
+
+    ahead = Ahead(
+        Broken(InMemory(mixed(9)), batch_size=2, shuffle=True, seed=0, epochs=1), pinned=False
+    )
+    for _ in range(2):
+        with pytest.raises(ip.FileError, match="cut off"):
+            next(ahead)
+
+
+def test_reading_ahead_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = mixed(800)
+    options: dict[str, Any] = {"steps": 12, "batch_size": 64, **QUIET}
+    plain, ahead = (ip.TopKSAE(8, 16, k=2) for _ in range(2))
+    ip.train_sae(x, plain, **options)
+    train = sys.modules["interpose.sae.training.train"]
+    usual = train.batches_of
+    readers: list[Ahead] = []
+
+    def as_on_a_gpu(*given: Any, **words: Any) -> Ahead:
+        readers.append(Ahead(usual(*given, **words), pinned=False))
+        return readers[-1]
+
+    monkeypatch.setattr(train, "batches_of", as_on_a_gpu)
+    ip.train_sae(x, ahead, **options)
+    assert torch.equal(plain.W_dec, ahead.W_dec)
+    assert readers[0]._thread is not None
+    assert not readers[0]._thread.is_alive()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import FileError
-from interpose.store.records import Commit, StoredSite
+from interpose.store.records import UNKNOWN, Commit, StoredSite
 
 Tensors = Mapping[str, Tensor]
 
@@ -22,13 +22,15 @@ def index_of(tensors: Tensors, commit: Commit, source: str) -> None:
     _must_be(tensors, "texts", (commit.rows,), torch.int32, source)
     _must_be(tensors, "starts", (commit.rows,), torch.int32, source)
     lengths = _lengths(tensors, "offsets", commit.rows, commit.tokens, source)
-    for name, most in (
-        ("tokens", None),
-        ("starts", None),
-        ("texts", commit.texts[1] - commit.texts[0]),
+    for name, least, most in (
+        ("tokens", UNKNOWN, None),
+        ("starts", 0, None),
+        ("texts", 0, commit.texts[1] - commit.texts[0]),
     ):
         found = tensors[name]
-        if len(found) and (int(found.min()) < 0 or (most is not None and int(found.max()) >= most)):
+        if len(found) and (
+            int(found.min()) < least or (most is not None and int(found.max()) >= most)
+        ):
             raise FileError(f"{source}: {name} has numbers that stand for nothing.")
     if ("positions" in tensors) != ("vector_offsets" in tensors):
         raise FileError(f"{source} has one of 'positions' and 'vector_offsets' without the other.")

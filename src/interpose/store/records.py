@@ -54,6 +54,8 @@ ABOUT, COMMITS, SEGMENTS, UNFINISHED, HOOKS = (
     "hooks",
 )
 INDEX, STATISTICS = "index.safetensors", "statistics.safetensors"
+UNKNOWN = -1
+"""What a store has for tokens that were not kept, where others cached its values."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
 """Dtypes by the words of files."""
 

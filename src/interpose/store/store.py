@@ -31,6 +31,7 @@ from interpose.store.records import (
     INDEX,
     SEGMENTS,
     STATISTICS,
+    UNKNOWN,
     About,
     Commit,
     StoredSite,
@@ -226,6 +227,11 @@ class Store(Sequence[Cache]):
             raise FileError(
                 f"{str(self.path)!r} was imported without its model, so it may be of another. Import it "
                 "again, with model=."
+            )
+        if len(self) and int(self.tokens_of(0)[0]) == UNKNOWN:
+            raise FileError(
+                f"{str(self.path)!r} was imported without its tokens, which are needed here. Import it "
+                "again, with texts=."
             )
         if (why := fingerprint.differs(model, self.about.model)) is not None:
             raise FileError(

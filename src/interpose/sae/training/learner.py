@@ -97,8 +97,9 @@ class Learner:
         """
         assert self.scales is not None
         recipe = self.recipe
-        x, y = (wide(one) * scale for one, scale in zip((x, y), self.scales))
-        x, y = x.to(self.dtype), y.to(self.dtype)
+        same = y is x and self.scales[0] == self.scales[1]
+        x = (wide(x) * self.scales[0]).to(self.dtype)
+        y = x if same else (wide(y) * self.scales[1]).to(self.dtype)
         with torch.enable_grad():
             found = losses(
                 self._worker,

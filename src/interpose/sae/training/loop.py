@@ -15,6 +15,7 @@ from interpose.errors import EditShapeError, Unsupported
 from interpose.progress import Progress, ShowProgress
 from interpose.sae.sae import SAE
 from interpose.sae.training import checkpoints
+from interpose.sae.training.ahead import Ahead
 from interpose.sae.training.learner import Learner
 from interpose.sae.training.result import SAETraining
 from interpose.sae.training.sources import found_in, vectors_of
@@ -68,6 +69,8 @@ class Training:
                         self._keep([one.state() for one in self.learners], finished=False)
                     shown.step()
         finally:
+            if isinstance(self.batches, Ahead):
+                self.batches.close()
             for learner in self.learners:
                 learner.end()
         if shown.ended is None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from interpose.activations import Activations
 from interpose.errors import Unsupported
 from interpose.models.loading import best_device
 from interpose.progress import ShowProgress
 from interpose.sae.sae import SAE
 from interpose.sae.training import checkpoints
+from interpose.sae.training.ahead import Ahead
 from interpose.sae.training.learner import Learner, in_dtype
 from interpose.sae.training.loop import Training
 from interpose.sae.training.recipe import SAERecipe
@@ -100,6 +102,8 @@ def train_sae(
     )
     size = getattr(batches, "batch_size", batch_size or BATCH)
     _tell(saes, source, getattr(batches, "pos", None))
+    if where.type == "cuda" and isinstance(source, Activations):
+        batches = Ahead(batches, pinned=True)
     learners = [
         Learner(one, how, steps=steps, dtype=dtype, seed=seed + number)
         for number, (one, how) in enumerate(zip(saes, recipes))

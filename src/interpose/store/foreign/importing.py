@@ -21,15 +21,13 @@ from interpose.store import fingerprint
 from interpose.store.filling import fill_segment
 from interpose.store.foreign.layouts import ForeignRow, Layout, layout_of
 from interpose.store.harvest import SEGMENT, WINDOW, _about_there, _begin
-from interpose.store.records import About, ModelAbout, Plan, StoredSite, TextsAbout
+from interpose.store.records import UNKNOWN, About, ModelAbout, Plan, StoredSite, TextsAbout
 from interpose.store.remote import local_folder
 from interpose.store.rows import Row, rows_of, texts_of
 from interpose.store.sources import Shard, digest
 from interpose.store.store import Store, open_store
 from interpose.store.vectors import Positions, Vectors
 
-UNKNOWN = -1
-"""What a store has for tokens that were not kept."""
 _NEAR = 0.05
 """How far, relative to their norm, values may be from those that the model computes: they may have few bits."""
 
