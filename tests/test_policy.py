@@ -236,7 +236,7 @@ def test_every_method_has_a_page_and_a_test() -> None:
     listed = (root / "docs" / "methods.md").read_text()
     results = (root / "docs" / "results.md").read_text()
     homes = {f"interpose.methods.{path.stem}" for path in METHODS}
-    for name, home in ip._HOME_OF.items():
+    for name, home in vars(ip)["_HOME_OF"].items():
         if isinstance(getattr(ip, name), type) and issubclass(getattr(ip, name), ip.Result):
             assert f"`ip.{name}`" in results, f"docs/results.md does not name ip.{name}"
         elif home in homes:

@@ -222,8 +222,8 @@ def test_logits_are_those_of_the_decoder_rows_through_the_final_norm_and_the_une
             torch.tensor([by for _, by in said["down"]]),
             logits[unit].topk(10, largest=False).values,
         )
-    unit = torch.nn.functional.normalize(sae.rows, dim=1)
-    cosines = (unit @ unit.T).fill_diagonal_(-2)
+    directions = torch.nn.functional.normalize(sae.rows, dim=1)
+    cosines = (directions @ directions.T).fill_diagonal_(-2)
     other, cosine = found.alike(17)[0]
     assert other == int(cosines[17].argmax())
     assert math.isclose(cosine, float(cosines[17].max()), rel_tol=1e-4)

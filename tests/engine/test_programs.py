@@ -1473,7 +1473,7 @@ def ignore_in_place_changes(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_hooks_in_reverse_order(patch: pytest.MonkeyPatch) -> None:
-    listen = engine_listeners.listen
+    listen = vars(engine_listeners)["listen"]
 
     def reversed_listen(module, phase, listener, *, first=False):
         listen(module, phase, listener, first=not first)
@@ -1482,7 +1482,7 @@ def run_hooks_in_reverse_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_before_edits(patch: pytest.MonkeyPatch) -> None:
-    listen = engine_listeners.listen
+    listen = vars(engine_listeners)["listen"]
 
     def early_listen(module, phase, listener, *, first=False):
         early = isinstance(listener, engine_listeners.Capturing)
@@ -1519,7 +1519,7 @@ def forgive_hooks_that_never_fired(patch: pytest.MonkeyPatch) -> None:
 
 
 def hand_out_the_live_value(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine_listeners.values, "twin", lambda value: value)
+    patch.setattr(vars(engine_listeners)["values"], "twin", lambda value: value)
 
 
 SABOTAGES = [

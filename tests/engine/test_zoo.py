@@ -1080,7 +1080,7 @@ def test_trap_18_wrappers_that_add_prefixes_to_names(x, compilations):
     bare = Net()
     plain = {"output", "fc1", "act", "fc2"}
 
-    compiled = torch.compile(bare, backend=counting(compilations))
+    compiled: Any = torch.compile(bare, backend=counting(compilations))
     assert [name for name, _ in compiled.named_modules() if name][1] == "_orig_mod.fc1"
     model = ip.Model(compiled)
     assert set(model.sites) == plain
@@ -1110,7 +1110,7 @@ def test_trap_18_distributed_wrappers_add_prefixes_to_names(x, one_process):
 @pytest.fixture
 def one_process() -> Iterator[None]:
     """A process group of one, without a network."""
-    dist = torch.distributed
+    dist: Any = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -365,6 +365,9 @@ class Rebinds(nn.Module):
         self.register_buffer("steps", torch.tensor(1))
         self.register_buffer("memory", torch.zeros(4))
 
+    steps: Tensor
+    memory: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc(x)
         self.steps = self.steps + 1

@@ -89,7 +89,7 @@ def test_a_failed_probe_of_a_missing_attribute_says_what_failed() -> None:
     model = clip()
 
     def forward(input_ids: torch.Tensor) -> Any:
-        return input_ids.no_such_attribute
+        return input_ids.no_such_attribute  # type: ignore[attr-defined]
 
     model.module.forward = forward
     with pytest.raises(ip.Unsupported, match=r"no_such_attribute.*model.probe\(inputs\)"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import interpose as ip
 from interpose.store import harvest as harvesting
-from interpose.store import needs
 from interpose.store.records import Commit, file_name
 from tests.bounds import assert_near, rounding
 from tests.models import tiny
@@ -345,7 +345,9 @@ def test_a_harvest_that_is_complete_runs_nothing(
     harvest(model, tmp_path / "s")
     made: list[int] = []
     monkeypatch.setattr(
-        harvesting.SegmentMaker, "make", lambda self, shard, step: made.append(shard.number)
+        vars(harvesting)["SegmentMaker"],
+        "make",
+        lambda self, shard, step: made.append(shard.number),
     )
     harvest(model, tmp_path / "s")
     assert made == []
@@ -458,8 +460,8 @@ def test_a_full_disk_says_what_to_do_and_leaves_what_was_committed(tmp_path: Pat
 def test_a_disk_that_is_too_small_is_told_of_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = needs.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(needs.shutil, "disk_usage", lambda path: usage._replace(free=5000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5000))
     with pytest.raises(
         ip.FileError, match=r"about .* KB are needed for 112 tokens, and .* has 4.9 KB left"
     ):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import interpose as ip
 from interpose.models.loading import POCKET
-from training import circuit, corpus, evaluate, tokenizer
+from training import circuit, corpus, evaluate, indirect_objects, tokenizer
 
 ROOT = Path(__file__).parents[2]
 FIRST_NAME_MOVERS = [(5, 2), (5, 0)]
@@ -95,7 +95,7 @@ def test_an_untrained_model_of_the_same_shape_fails_all_of_it(tmp_path: Path) ->
     module.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(POCKET).save_pretrained(tmp_path)
     examiner = evaluate.Examiner(tmp_path)
-    told = examiner.answered(evaluate.indirect_objects.cases(50), start=False)
+    told = examiner.answered(indirect_objects.cases(50), start=False)
     assert sum(one.is_right for one in told) / len(told) < 0.1
 
 

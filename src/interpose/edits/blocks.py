@@ -148,6 +148,10 @@ def _copied(value: Tensor, part: Tensor, index: Mapping[int, Tensor]) -> Tensor:
     if not index:
         return part
     (axis, found), *rest = index.items()
+    if (
+        len(found) == value.shape[axis]
+    ):  # each once and in order: all of them, as in a step of one token
+        return _copied(value, part, dict(rest))
     inner = _copied(value.index_select(axis, found), part, dict(rest))
     return value.index_copy(axis, found, inner)
 

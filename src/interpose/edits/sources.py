@@ -15,6 +15,9 @@ def looked_up(source: Any, hook: HookPoint, edit: object) -> Tensor:
     """What a source has for a site: under the name it was asked by, or any other that is known."""
     if isinstance(source, Tensor):
         return source
+    spelt = vars(edit).setdefault("_spelt", {}) if hasattr(edit, "__dict__") else {}
+    if (key := spelt.get(hook.canonical)) is not None and key in source:
+        return _tensor(source[key], edit)  # found before: an edit is asked at every token
     for name in (hook.name, hook.canonical):
         try:
             found = source[name]
@@ -30,6 +33,7 @@ def looked_up(source: Any, hook: HookPoint, edit: object) -> Tensor:
     if isinstance(source, Mapping) and spelling is not None:
         for key in source:
             if isinstance(key, (str, tuple)) and spelling(key) == hook.canonical:
+                spelt[hook.canonical] = key
                 return _tensor(source[key], edit)
     there = list(source) if isinstance(source, Mapping) else []
     shown = ", ".join(map(repr, there[:6])) + (", ..." if len(there) > 6 else "")

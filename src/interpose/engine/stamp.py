@@ -11,7 +11,7 @@ those modules whose sites it asks for. What looks at weights compares those of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -42,7 +42,8 @@ class Stamp:
         self._forwards = list(map(_without_bypass, self._own_forwards()))
         self._counts = list(map(len, map(_PARAMETERS, self._holders)))
         self._modules = modules
-        self._looks = {id(module): _looks(module) for module in modules}
+        self._looks = {id(module): _looks([module]) for module in modules}
+        self._all = _looks(modules)
 
     def _parts(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, map(_CHILDREN, self._wholes))))
@@ -66,19 +67,18 @@ class Stamp:
         )
 
     def holds_for(self, modules: Iterable[nn.Module] | None = None) -> bool:
-        """Whether the parameters and own forwards of some modules (by default all) look the same."""
-        for module in self._modules if modules is None else modules:
-            looks = self._looks.get(id(module))
-            if looks is not None and _looks(module) != looks:
-                return False
-        return True
+        """Whether the parameters and own forwards of some modules look the same; by default of all that `holds`."""
+        if modules is None:
+            return _looks(self._modules) == self._all
+        return all(_looks([m]) == self._looks[id(m)] for m in modules if id(m) in self._looks)
 
 
-def _looks(module: nn.Module) -> list[Any]:
-    """A module's class, parts and own forward, and the kind of each of its parameters."""
-    looks = [p if p is None else _LOOK(p) for p in module._parameters.values()]
-    forward = _without_bypass(vars(module).get("forward"))
-    return [type(module), len(module._modules), forward, *looks]
+def _looks(modules: Sequence[nn.Module]) -> list[Any]:
+    """Classes of modules, how many parts they have, their own forwards, and the kinds of their parameters."""
+    held, parts = list(map(_PARAMETERS, modules)), map(_CHILDREN, modules)
+    forwards = list(map(_without_bypass, map(_GET, map(vars, modules), repeat("forward"))))
+    kinds = [p if p is None else _LOOK(p) for p in chain.from_iterable(map(dict.values, held))]
+    return [*map(type, modules), *map(len, parts), *map(len, held), forwards, kinds]
 
 
 def _without_bypass(forward: Any) -> Any:

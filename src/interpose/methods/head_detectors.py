@@ -79,7 +79,9 @@ def head_scores(
     sites = sites_in(model, "pattern", layer, "attention")
     total, queries, forwards = torch.zeros(1, 1, dtype=torch.float64, device="cpu"), 0, 0
     for part in tracked(ip.batches(model, texts, prepend_bos=prepend_bos), progress):
-        wanted = torch.stack([_wanted(kind, row) for row in part.clean])  # [example, query, key]
+        wanted = torch.stack(
+            [wanted_keys(kind, row) for row in part.clean]
+        )  # [example, query, key]
         total = total + _paid(model, part.clean, wanted, list(sites.values()))
         queries, forwards = queries + int((wanted != 0).any(-1).sum()), forwards + 1
     if not queries:
@@ -126,7 +128,7 @@ def _paid(model: ip.TransformerModel, tokens: Tensor, wanted: Tensor, sites: lis
     return torch.stack(found)
 
 
-def _wanted(kind: str | Pattern, tokens: Tensor) -> Tensor:
+def wanted_keys(kind: str | Pattern, tokens: Tensor) -> Tensor:
     """Which keys each query of a text should look at, [query, key]."""
     if not isinstance(kind, str):
         wanted = torch.as_tensor(kind(tokens) if callable(kind) else kind, device=tokens.device)

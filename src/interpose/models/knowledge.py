@@ -7,7 +7,7 @@ nothing before them) rests on more: flags of modules and configs, hooks of other
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import call, is_
 from typing import Any, TypeVar
@@ -51,26 +51,28 @@ class Conditions:
     """What the numbers of a module come from, at one moment: flags, hooks of others, parameters and buffers."""
 
     def __init__(self, root: nn.Module) -> None:
-        tensors = [*root.parameters(), *root.buffers()]
+        modules = list(root.modules())
+        tensors = _tensors(modules)
         self._root = weak(root)
-        self._flags = list(_flags(root))
-        self._functions = list(map(weak, _functions(root)))
+        self._flags = list(_flags(modules))
+        self._functions = list(map(weak, _functions(modules)))
         self._versions = list(map(_version, tensors))
         self._tensors = list(map(weak, tensors))
-        self._hooks = list(map(weak, foreign_hooks(root)))
+        self._hooks = list(map(weak, _foreign_hooks(modules)))
 
     def hold(self) -> bool:
         """Whether they are the same now."""
         root = self._root()
         if root is None:
             return False
-        tensors = list(chain(root.parameters(), root.buffers()))
+        modules = list(root.modules())
+        tensors = _tensors(modules)
         return (
             _same(self._tensors, tensors)
             and list(map(_version, tensors)) == self._versions
-            and _same(self._hooks, foreign_hooks(root))
-            and list(_flags(root)) == self._flags
-            and _same(self._functions, _functions(root))
+            and _same(self._hooks, _foreign_hooks(modules))
+            and list(_flags(modules)) == self._flags
+            and _same(self._functions, _functions(modules))
         )
 
 
@@ -87,13 +89,23 @@ def _same(references: list[Callable[[], Any]], objects: list[Any]) -> bool:
     return len(references) == len(objects) and all(map(is_, map(call, references), objects))
 
 
+def _tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Parameters and buffers; of several modules as often as they have them."""
+    held = chain.from_iterable((m._parameters.values(), m._buffers.values()) for m in modules)
+    return [one for one in chain.from_iterable(held) if one is not None]
+
+
 def foreign_hooks(root: nn.Module) -> list[Callable[..., Any]]:
     """Forward hooks on a module, on any below it, or on all modules there are, that are none of ours."""
+    return _foreign_hooks(root.modules())
+
+
+def _foreign_hooks(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
     registries = [
         nn.modules.module._global_forward_pre_hooks,
         nn.modules.module._global_forward_hooks,
     ]
-    for module in root.modules():
+    for module in modules:
         registries += [module._forward_pre_hooks, module._forward_hooks]
     found = [hook for registry in registries if registry for hook in list(registry.values())]
     return [hook for hook in found if not isinstance(hook, Tap) and home_of(hook) != "interpose"]
@@ -113,10 +125,10 @@ def _version(tensor: Tensor) -> tuple[int, torch.dtype, int]:
     return -1 if tensor.is_inference() else tensor._version, tensor.dtype, place
 
 
-def _flags(root: nn.Module) -> Iterator[dict[str, Any]]:
+def _flags(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     """Plain attributes of modules and of their configs, by name."""
     configs: dict[int, Any] = {}
-    for module in root.modules():
+    for module in modules:
         own = vars(module)
         yield _plain(own)
         if "config" in own:
@@ -138,11 +150,11 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _functions(root: nn.Module) -> list[Callable[..., Any]]:
+def _functions(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
     """Functions that modules hold as attributes."""
     return [
         value
-        for module in root.modules()
+        for module in modules
         for name, value in vars(module).items()
         if callable(value) and name not in _NOT_FLAGS and not isinstance(value, type)
     ]

@@ -232,7 +232,7 @@ def test_models_are_saved_with_their_hooks_and_come_back(tmp_path: Path) -> None
         lm.model.transformer.h[0].mlp.c_fc.bias.add_(1.0)
     path = lm.save_model()
     assert path == tmp_path / "models" / "pocket" / "model.pt"
-    again = LanguageModel.from_local(path)
+    again: Any = LanguageModel.from_local(path)
     assert [hook.id for hook in again.layers.get_hooks()] == ["mine", "in"]
     for name, value in lm.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], value), name

@@ -24,7 +24,7 @@ def test_batches_come_back_as_they_were_put(tmp_path: Path, batch: Any) -> None:
     store = LocalStore(tmp_path)
     path = store.put_run_batch("run", 3, batch)
     assert Path(path) == tmp_path / "runs" / "run" / "batch_000003.safetensors"
-    found = store.get_run_batch("run", 3)
+    found: Any = store.get_run_batch("run", 3)
     assert type(found) is type(batch)
     assert len(found) == len(batch)
     pairs = zip(found.values(), batch.values()) if isinstance(batch, dict) else zip(found, batch)

@@ -222,6 +222,8 @@ def test_generation_gives_logits_and_the_tokens_it_went_on_from(which: str) -> N
     assert len(found.logits) == 3
     behind = model(plain)[:, -4:-1]
     torch.testing.assert_close(torch.stack(found.logits, 1), behind, atol=1e-4, rtol=1e-4)
+    embeds = model.generate(TEXTS[0], return_type="embeds", **options)
+    assert torch.equal(embeds, model.embed(plain))
     written, given = model.generate(TEXTS[0], return_input_tokens=True, **options)
     assert isinstance(written, str)
     assert torch.equal(given, model.to_tokens(TEXTS[0]))

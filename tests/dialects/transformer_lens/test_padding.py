@@ -268,3 +268,28 @@ def test_a_token_that_is_masked_inside_a_text_is_none_of_it(normalized: str) -> 
     found = model(tokens, attention_mask=mask)[:, [0, 1, 3, 4, 5]]
     torch.testing.assert_close(found, without, atol=1e-5, rtol=1e-5)
     assert (model(tokens)[:, 3:] - without[:, 2:]).abs().max() > 0.1
+
+
+HOLE = {  # logits of the last token where the mask leaves out the third one, there
+    ("gpt2", "eos"): [3.9493, -0.2838, 0.2079],
+    ("gpt2", "pad"): [7.1645, 0.8324, -2.9091],
+    ("llama", "eos"): [0.7299, 0.8439, -0.5697],
+    ("llama", "pad"): [0.7499, 0.7541, 1.1058],
+}
+
+
+@pytest.mark.parametrize(("kind", "which"), list(HOLE))
+def test_positions_do_not_count_what_a_mask_leaves_out(kind: str, which: str) -> None:
+    model = made(which, kind)
+    tokens = model.to_tokens(TEXTS[1])
+    mask = torch.ones_like(tokens)
+    mask[0, 2] = 0
+    found = model(tokens, attention_mask=mask)[0, -1, :3]
+    assert_near(found, HOLE[kind, which])
+    _, cache = model.run_with_cache(tokens, attention_mask=mask)
+    last = model.unembed(cache["ln_final.hook_normalized"])[0, -1, :3]
+    torch.testing.assert_close(last, found, atol=1e-4, rtol=1e-4)
+    bridge = TransformerBridge(model.module, model.tokenizer)
+    plain = model.module(input_ids=tokens, attention_mask=mask).logits[0, -1, :3]
+    torch.testing.assert_close(bridge(tokens, attention_mask=mask)[0, -1, :3], plain)
+    assert (plain - found).abs().max() > 0.01

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from interpose.dialects.transformer_lens.patching.patching_result import kept
+from interpose.methods.head_detectors import wanted_keys
 from interpose.names import of_kind
 
 HeadName = Literal["previous_token_head", "duplicate_token_head", "induction_head"]
@@ -101,8 +102,7 @@ def get_previous_token_head_detection_pattern(tokens: Tensor) -> Tensor:
     Args:
         tokens: [1, pos].
     """
-    length = tokens.shape[-1]
-    return torch.ones(length, length).tril(-1).triu(-1)
+    return wanted_keys("previous", tokens.reshape(-1).cpu())
 
 
 def get_duplicate_token_head_detection_pattern(tokens: Tensor) -> Tensor:
@@ -111,8 +111,7 @@ def get_duplicate_token_head_detection_pattern(tokens: Tensor) -> Tensor:
     Args:
         tokens: [1, pos].
     """
-    row = tokens.reshape(-1).cpu()
-    return (row[:, None] == row).float().tril(-1)
+    return wanted_keys("duplicate", tokens.reshape(-1).cpu())
 
 
 def get_induction_head_detection_pattern(tokens: Tensor) -> Tensor:
@@ -121,8 +120,7 @@ def get_induction_head_detection_pattern(tokens: Tensor) -> Tensor:
     Args:
         tokens: [1, pos].
     """
-    earlier = get_duplicate_token_head_detection_pattern(tokens)
-    return torch.nn.functional.pad(earlier, (1, 0))[:, :-1]
+    return wanted_keys("induction", tokens.reshape(-1).cpu())
 
 
 def get_supported_heads() -> None:

@@ -218,6 +218,7 @@ class HookedTransformer(LensProcessing, LensHooks, LensText, LensWeights):
         past = kwargs.pop("past_kv_cache", None)
         if past is not None:
             return run_after(self, past, super().__call__, input, **kwargs)
+        kwargs |= self._positions_around_holes(kwargs)
         return super().__call__(input, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,10 @@ from interpose.dialects.transformer_lens.generation import options_for
 from interpose.dialects.transformer_lens.scratch import writing
 from interpose.dialects.transformer_lens.scratch.model import FromScratch
 from interpose.dialects.transformer_lens.utilities.losses import lm_cross_entropy_loss
-from interpose.dialects.transformer_lens.utilities.tensors import get_attention_mask
+from interpose.dialects.transformer_lens.utilities.tensors import (
+    get_attention_mask,
+    get_offset_position_ids,
+)
 from interpose.models.discovery.inputs import probe_inputs
 from interpose.models.knowledge import known
 from interpose.models.running import masks, padding
@@ -95,6 +98,15 @@ class LensText(FromScratch):
         if self.is_from_scratch or not (current().scopes or self._handles):
             return False
         return "hook_pos_embed" in self.tree.table.sites and positions_may_be_given(self)
+
+    def _positions_around_holes(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """Positions for a call whose mask leaves out tokens inside a text: they are none of it, and do not count."""
+        mask = given.get("attention_mask")
+        if self._as_transformers or mask is None or mask.ndim != 2 or "position_ids" in given:
+            return {}
+        counted = get_offset_position_ids(0, mask)
+        holes = bool(((counted != padding.positions(mask)) & (mask != 0)).any())
+        return {"position_ids": counted} if holes and padding.accepts(self, "position_ids") else {}
 
     @property
     def _reads_forwards(self) -> bool:
@@ -225,7 +237,8 @@ class LensText(FromScratch):
 
         Args:
             input: a text, a list of texts, tokens, or embeddings [batch, pos, d_model]; these come back with those of
-                new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``.
+                new tokens behind them, unless ``return_type`` says ``tokens`` (the new ones) or ``str``. For any other
+                input it may be ``embeds``, too.
             max_new_tokens: how many.
             **options: TransformerLens's (``do_sample``, ``temperature``, ``top_k``, ``stop_at_eos``,
                 ``use_past_kv_cache``, ``freq_penalty``, ``return_type``, ...) and those of transformers. With
@@ -236,12 +249,16 @@ class LensText(FromScratch):
             begin = options.get("prepend_bos")
             read = self.to_tokens(input, begin, "left") if is_text(input) else self._tokens(input)
             return self.generate(input, max_new_tokens, **options), read
+        embedded = isinstance(input, Tensor) and input.is_floating_point()
+        if options.get("return_type") == "embeds" and not embedded:
+            options["return_type"] = "tokens"
+            return self.embed(self.generate(input, max_new_tokens, **options))
         if self.is_from_scratch:
             return writing.generate(self, input, max_new_tokens, **options)
         options = options_for(options)
         if "stop_strings" in options:
             options.setdefault("tokenizer", self._tokenizer())
-        if isinstance(input, Tensor) and input.is_floating_point():
+        if embedded:
             kind = options.pop("return_type", "embeds")
             given = {"inputs_embeds": input.to(self.device)}
             new = super().generate(
