@@ -118,7 +118,7 @@ _OF_TRANSFORMERS = """
     W_E W_K W_gate b_gate embed pos_embed ln_final stream to_answer
     W_O W_Q W_U W_V W_in W_out W_pos anatomy b_K b_O b_Q b_U b_V b_in b_out blocks cfg check generate must_have_image
     generate_batch get_token_position mask_of prepare probe processor to_single_str_token to_single_token to_str_tokens
-    to_string to_tokens tokenizer unembed
+    partial to_string to_tokens tokenizer unembed
 """.split()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 import interpose as ip
+from interpose.models.spread import is_spread
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7], [9, 8, 7, 6, 5]])
 
@@ -55,7 +56,7 @@ def main(rank: int, folder: Path) -> None:
     edits = [ip.scale("resid_post", 0.5, layer=0), ip.zero("mlp_out", layer=1)]
     torch.save(
         {
-            "spread": any(hasattr(one, "full_tensor") for one in model.module.parameters()),
+            "spread": is_spread(model.root),
             "partial": sorted(model.partial),
             "cache": {name: cache[name] for name in cache},
             "logits": logits,

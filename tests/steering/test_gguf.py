@@ -106,7 +106,7 @@ def test_hostile_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
 def test_any_change_and_any_end_of_a_file_is_read_or_refused(tmp_path: Path) -> None:
     right, file = FIXTURE.read_bytes(), tmp_path / "x.gguf"
     drawn, said = random.Random(0), list[str]()
-    for number in range(400):
+    for number in range(200):
         raw = bytearray(right)
         if number % 2:
             raw = raw[: drawn.randrange(len(raw))]
@@ -122,5 +122,5 @@ def test_any_change_and_any_end_of_a_file_is_read_or_refused(tmp_path: Path) -> 
             said.append(str(error))
         else:
             assert torch.isfinite(found.directions).all()
-    assert 200 < len(said) < 400
+    assert 100 < len(said) < 200
     assert all(one.startswith(repr(str(file))) for one in said)

@@ -47,8 +47,7 @@ def curve(damage: str = "loss", how: Any = "add") -> ip.SteeringCurve:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", ["loss", "kl"])
-@pytest.mark.parametrize("how", ["add", "add_keeping_norm"])
+@pytest.mark.parametrize(("damage", "how"), [("loss", "add"), ("kl", "add_keeping_norm")])
 def test_every_number_is_that_of_a_run_by_itself(damage: str, how: str) -> None:
     model, found = pocket(), curve(damage, how)
     answers = [model.to_single_token(word) for word in (" sad", " angry")]

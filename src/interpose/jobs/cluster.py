@@ -6,6 +6,7 @@ were: Ray changes handlers of signals, environment variables and the hook for ex
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +71,7 @@ def cluster(workers: int | None) -> Iterator[Any]:
             os.environ["RAY_AUTH_TOKEN"] = _TOKEN
         cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
         try:
-            with _without_advice():
+            with _quietly():
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -79,7 +81,8 @@ def cluster(workers: int | None) -> Iterator[Any]:
                 )
             yield ray
         finally:
-            ray.shutdown()
+            with _quietly():
+                ray.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -96,13 +99,16 @@ def _has_token() -> bool:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
-    """Without what Ray advises those who begin a cluster about tokens."""
+def _quietly() -> Iterator[None]:
+    """Without what Ray advises about tokens, and what Python says of files and processes that Ray forgets (2.40)."""
     logger = logging.getLogger("ray._private.authentication")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            yield
+            gc.collect()  # here, where it is ignored
     finally:
         logger.setLevel(level)
 

@@ -36,7 +36,18 @@ _PART = "its weights are spread over processes (tensor parallel), and each has a
 
 def is_spread(module: nn.Module) -> bool:
     """Whether a module's weights are spread over processes, as tensor parallel or FSDP do it."""
-    return any(map(is_shard, module.parameters()))
+    return _mesh_of(module) is not None
+
+
+def _mesh_of(module: nn.Module) -> Any:
+    """The processes that share a module's weights; None if they are not spread."""
+    weight: Any
+    for weight in module.parameters():
+        if is_shard(weight):
+            return weight.device_mesh
+    # In transformers 5.9 weights of tensor-parallel modules are plain tensors, and the module says so.
+    there = (getattr(part, "_hf_device_mesh", None) for part in module.modules())
+    return next((mesh for mesh in there if mesh is not None), None)
 
 
 def withhold(sites: dict[str, Site], absent: dict[str, str], at: str, part: nn.Module) -> None:
@@ -103,7 +114,7 @@ def _print_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _of_all(seen: Any, root: nn.Module) -> list[Any]:
     """What every process saw, those that share the weights."""
-    mesh: Any = next(getattr(p, "device_mesh", None) for p in root.parameters() if is_shard(p))
+    mesh = _mesh_of(root)
     group = mesh.get_group() if mesh.ndim == 1 else None
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, seen, group=group)

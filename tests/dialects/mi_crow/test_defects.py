@@ -1,4 +1,4 @@
-"""Defects that were found in mi-crow, each as a test that it is not here; 1, 10, 11 and 12 are of its SAEs."""
+"""Defects found in mi-crow, each as a test that it is not here; 1, 10, 11 and 12 are those of autoencoders."""
 
 from __future__ import annotations
 

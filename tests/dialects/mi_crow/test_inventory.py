@@ -28,7 +28,7 @@ def find(name: str) -> Any:
     """What a dotted name means, without running properties; modules are imported by their paths."""
     first, *rest = name.split(".")
     found: Any = getattr(mi_crow, first)
-    while rest and rest[0].islower() and inspect.ismodule(found) and rest[0] == "hook":
+    while rest and inspect.ismodule(found) and rest[0] in ("hook", "sae"):
         found = importlib.import_module(f"{found.__name__}.{rest.pop(0)}")
     for part in rest:
         found = (
@@ -55,7 +55,7 @@ def test_every_name_of_the_table_is_what_the_table_says(names: list[str], status
 def test_the_table_has_every_public_method_and_exported_name() -> None:
     listed = {name for names, status in ROWS if status != "left out" for name in names}
     assert len(listed) > 90
-    for module in mi_crow.__all__:
+    for module in [*mi_crow.__all__, "mechanistic.sae"]:
         home = importlib.import_module(f"{HERE}.{module}")
         for exported in home.__all__:
             made = getattr(home, exported)

@@ -243,3 +243,14 @@ def test_heads_are_labelled_as_each_class_labels_them() -> None:
     labels = ["L0H0", "L0H1", "L0H2", "L0H3", "L1H0", "L1H1", "L1H2", "L1H3"]
     assert HookedTransformer(module).all_head_labels() == labels
     assert TransformerBridge(module).all_head_labels == labels
+
+
+def test_inputs_of_heads_have_the_names_of_the_bridge_too() -> None:
+    model = made("eos")
+    names = [f"blocks.1.attn.hook_{role}_input" for role in "qkv"]
+    _, cache = model.run_with_cache(TEXTS[0], names_filter=names)
+    for name in names:
+        plain = name.replace("attn.", "")
+        _, under = model.run_with_cache(TEXTS[0], names_filter=plain)
+        assert cache[name].shape[2:] == (4, 32)
+        assert torch.equal(cache[name], under[plain])

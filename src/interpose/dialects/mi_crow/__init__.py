@@ -9,7 +9,7 @@ from interpose.dialects.mi_crow.hooks import Controller, Detector
 import importlib
 from typing import Any
 
-__all__ = ["datasets", "hooks", "language_model", "store"]
+__all__ = ["datasets", "hooks", "language_model", "mechanistic", "store"]
 
 
 def __getattr__(name: str) -> Any:

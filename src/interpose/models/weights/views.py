@@ -25,6 +25,7 @@ from interpose.models.discovery.anatomy import (
 from interpose.models.discovery.parts import beside_the_weight, heads_of, linear_shape
 from interpose.models.reach.derived import weight_of
 from interpose.models.reach.lenses import Heads, Part
+from interpose.models.spread import is_spread
 from interpose.models.weights.readonly import ReadOnly
 
 Getter = Callable[[], Tensor]
@@ -109,6 +110,7 @@ def _viewable(endpoint: Endpoint, name: str, found: Tensor) -> Tensor:
             f"the {name} of {endpoint.path} is on the meta device (offloaded?): it has no numbers here."
         )
     ordinary = type(found) in (Tensor, nn.Parameter) and found.is_floating_point()
+    ordinary &= not is_spread(endpoint.module)
     if not ordinary or found.dtype.itemsize == 1:
         raise Unsupported(
             f"{endpoint.path} ({type(endpoint.module).__name__}) keeps its {name} as "

@@ -170,6 +170,19 @@ class LanguageModel:
     def store(self, store: Any) -> None:
         self.context.store = store
 
+    def attach_sae(self, sae: Any, layer_signature: str | int | None = None) -> str:
+        """Register an autoencoder on a layer, and return its id: see `mechanistic.sae.Sae`.
+
+        Args:
+            sae: the autoencoder.
+            layer_signature: of the layer; by default the one it was made or saved with.
+        """
+        layer = sae.layer_signature if layer_signature is None else layer_signature
+        if layer is None:
+            raise ValueError("say which layer: attach_sae(sae, layer_signature=...).")
+        sae.layer_signature = layer
+        return self.layers.register_hook(layer, sae)
+
     def tokenize(self, texts: Sequence[str], **options: Any) -> Any:
         """Texts as tokens: see `LanguageModelTokenizer.tokenize`."""
         return self.lm_tokenizer.tokenize(texts, **options)
