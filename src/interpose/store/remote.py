@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from interpose.errors import FileError, Unsupported
+from interpose.files.writing import write_whole
 from interpose.store.records import ABOUT, COMMITS, HOOKS, SEGMENTS, Commit, commit_name
 from interpose.store.tensor_files import Written
 
@@ -101,9 +102,7 @@ class Remote:
             content = self.files.cat_file(self._path(*parts))
         except FileNotFoundError:
             return False
-        unfinished = target.with_name(f".{target.name}.unfinished")
-        unfinished.write_bytes(content)
-        unfinished.replace(target)
+        write_whole(target, content)
         return True
 
     def _create(self, content: bytes, *parts: str) -> bool:
@@ -127,7 +126,7 @@ class Remote:
         if not self._copy_here(ABOUT):
             return
         if before is not None and before != about.read_bytes():
-            about.write_bytes(before)
+            write_whole(about, before)
             raise FileError(
                 f"{str(self.folder)!r} has copies of another store than {self.url!r}. Give another cache=."
             )
@@ -187,7 +186,7 @@ class Remote:
         name = commit_name(commit.segment)
         if not self._create(record, COMMITS, name):
             there = self.files.cat_file(self._path(COMMITS, name))
-            (self.folder / COMMITS / name).write_bytes(there)
+            write_whole(self.folder / COMMITS / name, there)
             if Commit.from_json(there.decode(), repr(name)).folder != commit.folder:
                 self.files.rm(self._path(SEGMENTS, commit.folder), recursive=True)
         shutil.rmtree(here, ignore_errors=True)

@@ -285,7 +285,7 @@ def test_19_a_model_with_a_slash_in_its_name_comes_back(
     lm.layers.register_hook("transformer.h.1", LayerActivationDetector("transformer.h.1", "kept"))
     lm.layers.register_hook(0, FunctionController(0, lambda x: x, hook_id="code"))
     with pytest.warns(
-        UserWarning, match=r"hook 'code' \(FunctionController\) is code, which no file has"
+        UserWarning, match=r"hook 'code' \('FunctionController'\) is code, which no file has"
     ):
         again = LanguageModel.from_local(lm.save_model())
     assert again.model_id == "org/name"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from interpose.errors import FileError
+from interpose.files.writing import write_whole
 from interpose.monitors.statistics import ActivationStatistics
 from interpose.store.foreign.extras import needed
 from interpose.store.reading import Segment
@@ -113,7 +114,7 @@ def _as_arrays(store: Exported, folder: Path, names: Sequence[str]) -> None:
         file_name(name).replace(".safetensors", ".npy"): {"site": name, "stored": store.sites[name].dtype}
         for name in names
     }  # fmt: skip
-    (folder / "sites.json").write_text(json.dumps(described, indent=1))
+    write_whole(folder / "sites.json", json.dumps(described, indent=1))
 
 
 def _as_tables(store: Exported, folder: Path, names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from interpose.dialects.mi_crow.mechanistic.sae.concepts import (
     ConceptDictionary,
 )
 from interpose.errors import FileError
+from interpose.files.reading import read_torch
 from interpose.files.writing import replacing
 from interpose.sae.sae import SAE
 
@@ -147,11 +148,8 @@ class Sae(Controller, Detector):
             path: of the file.
             device: where to put it.
         """
-        file = Path(path)
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no file {str(path)!r}.")
+        saved = read_torch(path)
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
             about = saved["metadata"]
             made = _kind(cls, about["kind"])(
                 int(about["n_latents"]), int(about["n_inputs"]), device=device, **about["options"]
