@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
 )
 
 import interpose as ip
@@ -100,6 +102,34 @@ def test_a_check_after_a_probe_uses_its_inputs() -> None:
     model = llava()
     images = torch.full((2, 4), IMAGE)
     inputs = {"input_ids": torch.cat([TOKENS, images, TOKENS], 1), "pixel_values": PIXELS}
+    model.probe(inputs)
+    report = model.check(layer=0)
+    assert any(name.startswith("vision.blocks.0") for name in report.sites)
+    assert report.passed, report.failures
+
+
+def test_a_check_after_a_probe_holds_where_images_are_patches_in_a_row() -> None:
+    torch.manual_seed(0)
+    image, patches = 90, 16
+    config = Qwen2VLConfig(
+        text_config=TEXT
+        | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+        vision_config={
+            "depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4,
+        },
+        image_token_id=image,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )  # fmt: skip
+    model = TransformerModel(Qwen2VLForConditionalGeneration(config).eval())
+    tokens = torch.tensor([[5, 92, *[image] * (patches // 4), 93, 7, 8]])
+    inputs = {
+        "input_ids": tokens,
+        "pixel_values": torch.randn(patches, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (tokens == image).long(),
+    }
     model.probe(inputs)
     report = model.check(layer=0)
     assert any(name.startswith("vision.blocks.0") for name in report.sites)
