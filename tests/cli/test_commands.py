@@ -39,6 +39,7 @@ COMMANDS = [
     "store import",
     "sae train",
     "sae eval",
+    "sae features",
 ]
 COMMON = ["--json", "--csv", "--html", "--python", "--debug"]
 SWEEP = ["--clean", "The Eiffel Tower is in", "--corrupt", "The Trevi Fountain is in"]
@@ -81,6 +82,9 @@ def arguments(command: str, folder: Path) -> list[str]:
         if command == "sae eval":
             sites = ["--site", "blocks.6.hook_resid_post", "--device", "cpu"]
             return ["sae", "eval", "pocket", "there", *sites, "--model", "pocket"]
+        if command == "sae features":
+            sites = ["--site", "blocks.6.hook_resid_post", "--device", "cpu", "--neuron", "3,17"]
+            return ["sae", "features", "pocket", "there", *sites, "--model", "pocket"]
         more = {"store ls": [], "store export": ["there", "out", "--format", "npy"]}
         return [*command.split(), *more.get(command, ["there"])]
     given = {

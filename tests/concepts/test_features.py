@@ -17,7 +17,8 @@ from tests.bounds import assert_near
 from tests.leftovers import same_state, state_of
 from tests.models import tiny
 from tests.models.texts import speaking
-from tests.pages import LINKS, Page, loads_nothing
+from tests.pages import LINKS, SCRIPT, Page, loads_nothing
+from training.latents import NAMES
 
 QUIET: dict[str, Any] = {"progress": False}
 ALL = {"skip_special": False, "progress": False}
@@ -323,6 +324,16 @@ def test_pages_load_nothing_link_to_each_other_and_obey_no_token(tmp_path: Path)
             text = text.replace(f'href="{link}"', "")
         loads_nothing(text)
     assert "ip-find" in index.read_text("utf-8")
+
+
+def test_pages_in_the_docs_are_of_the_latents_that_have_names_there() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert {path.stem for path in (docs / "latents").glob("*.html")} == {*map(str, NAMES), "index"}
+    page = (docs / "concepts.md").read_text("utf-8")
+    assert ip.Concepts.read(docs / "latents" / "concepts.csv").concepts == NAMES
+    for unit, name in NAMES.items():
+        assert f"| [{unit}](latents/{unit}.html) | {name} |" in page.replace('"', "")
+        assert SCRIPT in (docs / "latents" / f"{unit}.html").read_text("utf-8")
 
 
 def test_what_cannot_be_looked_at_is_said() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from interpose.store.store import Store
 
 saes = typer.Typer(
-    help="Train sparse autoencoders, and measure what they keep.",
+    help="Train sparse autoencoders, measure what they keep, and see what their latents are.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -246,4 +246,65 @@ def sae_eval(
         progress=is_terminal(),
         **words,
     )
+    yield from give(found, wanted)
+
+
+@saes.command("features")
+@told
+def sae_features(
+    wanted: Wanted,
+    sae: SAEPath,
+    store: StorePath,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="The model that the store is of: a name or folder.")
+    ],
+    neuron: Annotated[list[str] | None, several("latents; by default all")] = None,
+    pages: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Write an index, and a page for each latent."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What latents are called, CSV or JSON, for the pages."),
+    ] = None,
+    site: Site = None,
+    without_first: First = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> Iterator[str]:
+    """Find what the latents of an autoencoder respond to in a store, and which logits they raise.
+
+    interpose sae features pocket activations --model pocket --pages pages
+    """
+    chosen = numbers("neuron", neuron)
+    words: dict[str, Any] = {"site": site, "neuron": chosen, "skip_first": without_first or None}
+    words = {name: one for name, one in words.items() if one is not None}
+    if wanted.python:
+        from interpose.cli.options import script
+
+        said = "".join(f", {name}={one!r}" for name, one in words.items())
+        call = (
+            f"sae = ip.SAE.from_pretrained({sae!r})\nstore = ip.open_store({store!r})\n"
+            f"found = ip.features(model, store, sae=sae{said})\nprint(found)"
+        )
+        if pages:
+            given = f", concepts=ip.Concepts.read({names!r})" if names else ""
+            call += f"\nfound.save_pages({pages!r}{given})"
+        yield script(model, device, dtype, call)
+        return
+    import interpose as ip
+
+    opened = ip.open_store(store)
+    loaded = load_model(model, device, dtype)
+    found = ip.features(
+        loaded,
+        opened,
+        sae=ip.SAE.from_pretrained(sae, device=loaded.device),
+        progress=is_terminal(),
+        **words,
+    )
+    if pages:
+        concepts = None if names is None else ip.Concepts.read(names)
+        index = found.save_pages(pages, concepts=concepts)
+        yield f"the pages: {index.resolve()}"
     yield from give(found, wanted)
