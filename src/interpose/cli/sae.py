@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from interpose.store.store import Store
 
 saes = typer.Typer(
-    help="Train sparse autoencoders, measure what they keep, and see what their latents are.",
+    help="Train, measure and look into sparse autoencoders.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
