@@ -113,10 +113,12 @@ def test_without_its_error_the_model_goes_on_with_the_reconstruction(model: Any)
     there = sae.attach(model, site)
 
     def by_hand(value: Tensor) -> Tensor:
-        return sae(value)
+        return sae.decode(sae.encode(value), value)
 
     found = model.run_with_hooks(TEXT, hooks=[there.replace()])
     assert torch.equal(found, model.run_with_hooks(TEXT, fwd_hooks=[(site, by_hand)]))
+    sparse = model.run_with_hooks(TEXT, fwd_hooks=[(site, lambda value, hook: sae(value))])
+    assert_near(found, sparse, sparse)
 
     def edited(value: Tensor) -> Tensor:
         codes = sae.encode(value)
